@@ -1,0 +1,86 @@
+"""The key/value cache: what attention has to remember of the tokens already seen. An argument, never module state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minigpt.config import GPT2Config
+from minigpt.errors import PromptError
+
+
+class KVCache:
+    """Preallocated keys and values of every block, [L,B,H,S,D], with one length per row.
+
+    Rows may differ in length: each step writes at each row's own length, and what lies beyond it is padding on the
+    right, which the causal mask hides. `lengths` says how many tokens each row holds and, by its own length, how many
+    of the `batch_size` rows are in use; the caller may change both (shorten a row, add one, drop the last).
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        batch_size: int = 1,
+        max_len: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        head_dim = config.n_embd // config.n_head
+        shape = (config.n_layer, batch_size, config.n_head, max_len or config.n_positions, head_dim)
+        # Zeros, not empty: a hidden position has weight 0, and 0 * NaN would still be NaN.
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.lengths = [0] * batch_size
+
+    @property
+    def max_len(self) -> int:
+        """How many tokens a row can hold."""
+        return self.keys.shape[3]
+
+    @property
+    def start(self) -> int | None:
+        """The length that all rows share, or None where they differ."""
+        return self.lengths[0] if len(set(self.lengths)) == 1 else None
+
+    def positions(self, n_new: int) -> Tensor:
+        """Positions of the next `n_new` tokens of each row, [B,T]."""
+        starts = torch.tensor(self.lengths, device=self.keys.device)
+        return starts[:, None] + torch.arange(n_new, device=self.keys.device)
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' keys and values, [B,H,T,D], and return all of that block's, [B,H,S,D].
+
+        The lengths move only in `advance`, once every block has written. Raises PromptError where a row would overflow.
+        """
+        rows, n_new = len(self.lengths), k.shape[2]
+        stop = max(self.lengths) + n_new
+        if stop > self.max_len:
+            raise PromptError(f"{stop} tokens do not fit a cache made for {self.max_len}")
+        keys, values = self.keys[layer, :rows], self.values[layer, :rows]
+        if self.start is not None:
+            keys[:, :, self.start : stop] = k
+            values[:, :, self.start : stop] = v
+        else:
+            row, position = torch.arange(rows, device=k.device)[:, None], self.positions(n_new)
+            keys[row, :, position] = k.transpose(1, 2)  # indexed so, the target is [B,T,H,D]
+            values[row, :, position] = v.transpose(1, 2)
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def advance(self, n_new: int) -> None:
+        """Count `n_new` more tokens in every row."""
+        self.lengths = [length + n_new for length in self.lengths]
+
+    def row(self, index: int) -> KVCache:
+        """Row `index` as a cache of its own (one row, empty) on the same memory, to prefill it while others wait."""
+        view = object.__new__(KVCache)
+        view.keys, view.values = self.keys[:, index : index + 1], self.values[:, index : index + 1]
+        view.lengths = [0]
+        return view
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Make row `target` the same as row `source`."""
+        length = self.lengths[source]
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        self.lengths[target] = length

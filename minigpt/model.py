@@ -1,0 +1,287 @@
+"""GPT-2, readable from top to bottom: MultiHeadAttention, MLP, Block, GPT2. No files, no sampling.
+
+Shapes: B batch, T new tokens, S cached + new tokens, E embed_dim, H heads, D head_dim, L blocks, V vocabulary.
+Module and parameter names are those of the Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minigpt.cache import KVCache
+from minigpt.config import GPT2Config
+from minigpt.errors import PromptError
+
+# GPT-2 was trained with the tanh approximation of GELU (https://arxiv.org/abs/1606.08415), which configs call gelu_new.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def causal_mask(max_len: int, device: torch.device | str | None = None) -> Tensor:
+    """[max_len, max_len] bool, lower triangular: row p is True for the positions that a token at position p may see."""
+    return torch.tril(torch.ones(max_len, max_len, dtype=torch.bool, device=device))
+
+
+class MultiHeadAttention(nn.Module):
+    """Masked multi-head self-attention ("Attention Is All You Need", https://arxiv.org/abs/1706.03762, section 3.2).
+
+        head_i = softmax(Q_i K_i^T * scale + causal mask) V_i          output = concat(head_1 ... head_H) W_O
+
+    embed_dim: E, width of the input and the output.        n_head: H.
+    head_dim: D, E / H where not given; H * D need not be E.
+    max_len: the longest sequence, cached tokens included.
+    attention_dropout, output_dropout: probabilities, active only in train().
+    bias: whether c_attn and c_proj have one.
+    scale: factor on the scores, 1 / sqrt(D) where not given.
+    upcast: take scores and softmax in float32 whatever the dtype of the weights.
+    """
+
+    mask: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        n_head: int,
+        head_dim: int | None = None,
+        max_len: int = 1024,
+        attention_dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        bias: bool = True,
+        scale: float | None = None,
+        upcast: bool = False,
+    ) -> None:
+        super().__init__()
+        if head_dim is None and embed_dim % n_head:
+            raise ValueError(f"embed_dim ({embed_dim}) must be a multiple of n_head ({n_head}), or give head_dim")
+        self.n_head = n_head
+        self.head_dim = head_dim or embed_dim // n_head
+        self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
+        self.upcast = upcast
+        self.attention_dropout = attention_dropout
+        self.c_attn = nn.Linear(embed_dim, 3 * n_head * self.head_dim, bias=bias)  # W_Q, W_K and W_V side by side
+        self.c_proj = nn.Linear(n_head * self.head_dim, embed_dim, bias=bias)  # W_O
+        self.output_dropout = nn.Dropout(output_dropout)
+        self.register_buffer("mask", causal_mask(max_len), persistent=False)
+
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, layer: int = 0, *, ablate: Collection[int] = ()
+    ) -> Tensor:
+        """[B,T,E] -> [B,T,E]. With a cache, the new tokens also attend to what block `layer` of it holds.
+
+        `ablate` names heads whose output is zeroed before W_O. PyTorch's fused attention does the work.
+        """
+        q, k, v, visible = self._project(x, cache, layer)
+        if self.upcast and x.dtype != torch.float32:
+            return self._join(self._weights(q, k, visible) @ v, ablate)
+        # A query alone sees all it may: no mask. is_causal aligns its triangle at the top left, which is right only
+        # where no token came before.
+        square = visible is not None and q.shape[2] == k.shape[2] and visible.dim() == 2
+        dropout = self.attention_dropout if self.training else 0.0
+        heads = F.scaled_dot_product_attention(
+            q, k, v, None if square else visible, dropout, is_causal=square, scale=self.scale
+        )
+        return self._join(heads, ablate)
+
+    def written_out(
+        self, x: Tensor, cache: KVCache | None = None, layer: int = 0, *, ablate: Collection[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """The same as `forward`, step by step, with the attention weights: ([B,T,E], [B,H,T,S]).
+
+        This is the reference that the fused path is tested against, and what to read first.
+        """
+        q, k, v, visible = self._project(x, cache, layer)
+        weights = self._weights(q, k, visible)  # (B, H, T, S)
+        return self._join(weights @ v, ablate), weights
+
+    def _project(self, x: Tensor, cache: KVCache | None, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries [B,H,T,D], keys and values [B,H,S,D], and what each query sees ([T,S], [B,1,T,S] or None: all)."""
+        B, T, _ = x.shape
+        H, D = self.n_head, self.head_dim
+        # (B, T, E) -> 3 * (B, T, H*D) -> (B, T, H, D) -> (B, H, T, D)
+        q, k, v = (part.view(B, T, H, D).transpose(1, 2) for part in self.c_attn(x).split(H * D, dim=-1))
+        start: int | None = 0
+        if cache is not None:
+            start = cache.start
+            k, v = cache.update(layer, k, v)
+        S = k.shape[2]
+        # A token at position p sees what row p of the mask allows, so the rows to use are the new tokens' positions.
+        if start is None and cache is not None:  # rows of different lengths: (B, T) positions -> (B, 1, T, S)
+            return q, k, v, self.mask[cache.positions(T), :S].unsqueeze(1)
+        return q, k, v, None if T == 1 else self.mask[S - T : S, :S]
+
+    def _weights(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
+        """softmax(Q K^T * scale + mask), [B,H,T,S]: each row sums to 1 (until dropout, in training)."""
+        dtype = q.dtype
+        if self.upcast:
+            q, k = q.float(), k.float()
+        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, T, D) @ (B, H, D, S) -> (B, H, T, S)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
+        weights = F.softmax(scores, dim=-1).to(dtype)
+        return F.dropout(weights, self.attention_dropout, self.training)
+
+    def _join(self, heads: Tensor, ablate: Collection[int]) -> Tensor:
+        """The heads' outputs [B,H,T,D] side by side, through W_O: [B,T,E]."""
+        if ablate:
+            heads = heads.index_fill(1, torch.tensor(sorted(ablate), device=heads.device), 0.0)
+        B, H, T, D = heads.shape
+        joined = heads.transpose(1, 2).contiguous().view(B, T, H * D)  # (B, H, T, D) -> (B, T, H*D)
+        out: Tensor = self.output_dropout(self.c_proj(joined))
+        return out
+
+
+class MLP(nn.Module):
+    """Two linear layers with the activation between them, the same at every position."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, config.inner_dim)
+        self.c_proj = nn.Linear(config.inner_dim, config.n_embd)
+        self.activation = ACTIVATIONS[config.activation_function]
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,T,E] -> [B,T,E]."""
+        out: Tensor = self.dropout(self.c_proj(self.activation(self.c_fc(x))))
+        return out
+
+
+@dataclass
+class Record:
+    """What `GPT2.hidden` collects on request, one entry per block.
+
+    attentions: the attention weights, [B,H,T,S] each.
+    residuals: the residual stream, [B,T,E] each: first the embeddings, then after each block (L + 1 in all).
+    """
+
+    attentions: list[Tensor] = field(default_factory=list)
+    residuals: list[Tensor] = field(default_factory=list)
+
+
+class Block(nn.Module):
+    """One decoder block: attention, then the MLP, each after a LayerNorm and added to the residual stream."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        head_dim = config.n_embd // config.n_head
+        scale = 1 / math.sqrt(head_dim) if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            scale /= layer + 1
+        self.layer = layer
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = MultiHeadAttention(
+            config.n_embd,
+            config.n_head,
+            max_len=config.n_positions,
+            attention_dropout=config.attn_pdrop,
+            output_dropout=config.resid_pdrop,
+            scale=scale,
+            upcast=config.reorder_and_upcast_attn,
+        )
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, record: Record | None = None, ablate: Collection[int] = ()
+    ) -> Tensor:
+        """[B,T,E] -> [B,T,E]."""
+        if record is None:
+            x = x + self.attn(self.ln_1(x), cache, self.layer, ablate=ablate)
+        else:
+            out, weights = self.attn.written_out(self.ln_1(x), cache, self.layer, ablate=ablate)
+            record.attentions.append(weights)
+            x = x + out
+        x = x + self.mlp(self.ln_2(x))
+        if record is not None:
+            record.residuals.append(x)
+        return x
+
+
+class GPT2(nn.Module):
+    """The decoder: token and position embeddings, L blocks, a final LayerNorm, and the output head."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.dropout = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.make_masks()
+        self.reset_parameters()
+
+    def make_masks(self, device: torch.device | str | None = None) -> None:
+        """(Re)create the causal mask, one for all blocks, on `device`: it is in no checkpoint."""
+        mask = causal_mask(self.config.n_positions, device or self.wte.weight.device)
+        for block in self.h:
+            block.attn.mask = mask
+
+    def reset_parameters(self) -> None:
+        """GPT-2's initialisation: normal with std initializer_range, / sqrt(2L) into the residual stream; biases 0.
+
+        Source: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf,
+        section 2.3, and the released code for the standard deviation.
+        """
+        std = self.config.initializer_range
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.n_layer))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=std)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        cache: KVCache | None = None,
+        *,
+        record: Record | None = None,
+        ablate: Collection[tuple[int, int]] = (),
+    ) -> Tensor:
+        """Token ids [B,T] -> hidden states [B,T,E] after the final LayerNorm.
+
+        cache: earlier tokens; the new ones take the positions after them and are added to it.
+        record: collects attention weights and residuals (the attention is then written out, not fused).
+        ablate: (layer, head) pairs whose output is zeroed before W_O.
+        Raises PromptError if there are more tokens than positions.
+        """
+        T = ids.shape[1]
+        past = max(cache.lengths) if cache is not None else 0
+        if past + T > self.config.n_positions:
+            raise PromptError(f"{past + T} tokens are more than the model's {self.config.n_positions} positions")
+        positions = torch.arange(T, device=ids.device) if cache is None else cache.positions(T)  # (T,) or (B, T)
+        x = self.dropout(self.wte(ids) + self.wpe(positions))  # (B, T, E)
+        if record is not None:
+            record.residuals.append(x)
+        for layer, block in enumerate(self.h):
+            x = block(x, cache, record, [head for at, head in ablate if at == layer] if ablate else ())
+        if cache is not None:
+            cache.advance(T)
+        out: Tensor = self.ln_f(x)
+        return out
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states [...,E] -> logits [...,V], with the token embeddings where the head is tied to them."""
+        return F.linear(hidden, self.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight)
+
+    def forward(self, ids: Tensor, cache: KVCache | None = None, *, last_only: bool = False) -> Tensor:
+        """Token ids [B,T] -> logits [B,T,V]; with `last_only`, of the last position alone, [B,1,V]."""
+        hidden = self.hidden(ids, cache)
+        return self.head(hidden[:, -1:] if last_only else hidden)
