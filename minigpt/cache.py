@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minigpt.config import GPT2Config
@@ -78,9 +79,14 @@ class KVCache:
         view.lengths = [0]
         return view
 
-    def copy_row(self, source: int, target: int) -> None:
-        """Make row `target` the same as row `source`."""
-        length = self.lengths[source]
-        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make row `target` a copy of the first `length` tokens of row `source`."""
+        for part in (self.keys, self.values):
+            part[:, target, :, :length] = part[:, source, :, :length]
         self.lengths[target] = length
+
+    def reserve(self, max_len: int) -> None:
+        """Make room for `max_len` tokens per row, keeping what is there."""
+        if max_len > self.max_len:
+            grown = (0, 0, 0, max_len - self.max_len)  # zeros after the last position
+            self.keys, self.values = F.pad(self.keys, grown), F.pad(self.values, grown)

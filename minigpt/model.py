@@ -247,6 +247,15 @@ class GPT2(nn.Module):
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=std)
 
+    def parameter_counts(self) -> dict[str, int]:
+        """How many parameters each component has: embeddings, attention, MLP, norms, head (0 where it is tied)."""
+        counts = dict.fromkeys(("embeddings", "attention", "MLP", "norms", "head"), 0)
+        kinds = {"wte": "embeddings", "wpe": "embeddings", "attn": "attention", "mlp": "MLP", "lm_head": "head"}
+        for name, parameter in self.named_parameters():
+            part = name.split(".")[2 if name.startswith("h.") else 0]
+            counts[kinds.get(part, "norms")] += parameter.numel()
+        return counts
+
     def hidden(
         self,
         ids: Tensor,

@@ -1,0 +1,23 @@
+"""Shared fixtures. No test reaches the network: the hub is a server of our own on this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = Path(os.environ.get("MINIGPT_GOLDEN", ROOT.parent / "shared" / "golden"))
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+torch.set_num_threads(1)  # the models are tiny: a second thread would only wait, above all on a busy machine
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of published facts; the tests that need it skip without it."""
+    if not GOLDEN.is_dir():
+        pytest.skip("no folder of published numbers: set MINIGPT_GOLDEN")
+    return GOLDEN

@@ -1,0 +1,286 @@
+"""The command line: what it prints where, its exit codes, and one clear line for everything that can go wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minigpt
+from minigpt import GPT2, GPT2Config, Tokenizer
+from minigpt.cli import main
+
+GENERATE = ["generate", "--offline", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with GPT-2's vocabulary, in the official layout."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    model = GPT2(GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=64, initializer_range=0.5))
+    minigpt.save(model, path)
+    return path
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command in this process: (exit code, stdout, stderr). `stdin` is bytes."""
+
+    def call(*args: str, stdin: bytes = b"", model: bool = True) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            code = main([*args, *(["-m", str(folder)] if model else [])])
+        except SystemExit as exit:  # argparse
+            code = int(exit.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def process(*args: str, **options: Any) -> subprocess.Popen[bytes]:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-m", "minigpt", *args], **{**pipes, **options})
+
+
+# Output
+
+
+def test_stdout_is_the_text_and_a_newline_and_stderr_is_empty(run: Any, folder: Path) -> None:
+    expected = minigpt.load(folder, device="cpu").generate("Hello there", max_new_tokens=8).text
+    assert run(*GENERATE, "Hello there", "-n", "8") == (0, expected + "\n", "")
+    assert run(*GENERATE, "Hello there", "-n", "8", "--echo") == (0, "Hello there" + expected + "\n", "")
+    assert run(*GENERATE, "Hello there", "-n", "0") == (0, "\n", "")
+
+
+def test_samples_are_separated_by_a_line_of_dashes(run: Any, folder: Path) -> None:
+    options = {"max_new_tokens": 5, "temperature": 1.0, "seed": 3, "samples": 3}
+    texts = [c.text for c in minigpt.load(folder, device="cpu").generate("Hello", **options)]
+    code, out, err = run(*GENERATE, "Hello", "-n", "5", "--temperature", "1", "--seed", "3", "--samples", "3")
+    assert (code, out, err) == (0, "---\n".join(text + "\n" for text in texts), "")
+
+
+def test_json_holds_the_whole_record(run: Any, folder: Path) -> None:
+    code, out, err = run(*GENERATE, "Caf\u00e9", "-n", "4", "--json", "--logprobs", "2", "--samples", "2")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert (code, err, len(records)) == (0, "", 2)
+    keys = "id sample prompt prompt_ids text ids finish_reason seed logprobs model".split()
+    assert all(sorted(record) == sorted(keys) for record in records)
+    first = records[0]
+    assert (first["prompt"], first["sample"], first["model"]) == ("Caf\u00e9", 0, str(folder))
+    assert first["prompt_ids"] == Tokenizer.gpt2().encode("Caf\u00e9")
+    assert [entry["id"] for entry in first["logprobs"]] == first["ids"]
+    assert [len(entry["top"]) for entry in first["logprobs"]] == [2] * 4
+
+
+def test_ids_in_and_out(run: Any, folder: Path) -> None:
+    ids = minigpt.load(folder, device="cpu").generate([464, 3290], max_new_tokens=5).ids
+    assert run(*GENERATE, "--ids", "464, 3290", "-n", "5") == (0, " ".join(map(str, ids)) + "\n", "")
+    code, _, err = run(*GENERATE, "--ids", "464 dog")
+    assert code == 1 and "token ids separated by spaces or commas" in err
+
+
+def test_stats_go_to_stderr(run: Any) -> None:
+    code, out, err = run(*GENERATE, "Hello", "-n", "5", "--stats", "--seed", "9", "--temperature", "1")
+    assert code == 0 and out.endswith("\n")
+    for expected in ("prompt: 1 tokens in", "generation: 4 tokens in", "tokens per second", "peak memory:", "device: cpu"):
+        assert expected in err
+    assert "seed: 9" in err and "finish reason: length" in err
+    fresh = run(*GENERATE, "Hello", "-n", "5", "--stats", "--temperature", "1")[2]
+    seed = next(line.removeprefix("seed: ") for line in fresh.splitlines() if line.startswith("seed: "))
+    assert seed.isdigit()  # the fresh seed is reported, so that the run can be repeated
+    assert "seed: 4, 5" in run(*GENERATE, "Hello", "-n", "2", "--stats", "--seed", "4", "--temperature", "1", "--samples", "2")[2]
+
+
+def test_verbose_says_what_was_loaded(run: Any) -> None:
+    assert "parameters on cpu" in run(*GENERATE, "Hello", "-n", "1", "-v")[2]
+
+
+# Prompts
+
+
+def test_every_way_to_give_the_prompt(run: Any, tmp_path: Path) -> None:
+    def ids(*args: str, stdin: bytes = b"") -> list[int]:
+        code, out, err = run(*GENERATE, "-n", "0", "--json", *args, stdin=stdin)
+        assert (code, err) == (0, "")
+        return list(json.loads(out)["prompt_ids"])
+
+    encode = Tokenizer.gpt2().encode
+    path = tmp_path / "prompt.txt"
+    assert ids("a\nb") == ids("-p", "a\nb") == ids("-", stdin=b"a\nb\n") == encode("a\nb")
+    assert ids("a\\nb") == encode("a\\nb")  # a backslash is a backslash
+    assert ids("--prompt=-x") == encode("-x")
+    assert ids("") == [50256]
+    assert ids("The quick ") == [464, 2068, 220]  # never stripped
+    for data, expected in [
+        (b"\xef\xbb\xbfHello", [15496]),  # a byte-order mark
+        (b"Hello\n", [15496]),
+        (b"Hello\r\n", [15496]),
+        (b"Hello\n\n", [15496, 198]),
+        (b"a\r\nb", encode("a\r\nb")),
+        (b"", [50256]),
+    ]:
+        path.write_bytes(data)
+        assert ids("-f", str(path)) == ids("-", stdin=data) == expected
+    assert ids("--special", "a<|endoftext|>")[-1] == 50256
+    assert ids("a<|endoftext|>")[-1] != 50256
+    assert ids("\udce9") == encode("\ufffd")  # an argument that was not UTF-8
+
+
+@pytest.mark.parametrize(
+    "args, code, message",
+    [
+        ([], 2, "no prompt: give one of"),
+        (["a", "-p", "b"], 2, "the prompt is given twice"),
+        (["-p", "a", "-f", "b"], 2, "the prompt is given twice"),
+        (["-f", "/nowhere/prompt.txt"], 1, "prompt file /nowhere/prompt.txt: No such file"),
+        (["a", "--temperature", "-1"], 2, "temperature must be"),
+        (["a", "--temperature", "nan"], 2, "temperature must be"),
+        (["a", "--top-p", "1.5"], 2, "top_p must be"),
+        (["a", "--top-k", "-1"], 2, "top_k must be at least 0"),
+        (["a", "--top-k", "40.0"], 2, "invalid int value"),
+        (["a", "-n", "-1"], 2, "max_new_tokens must be at least 0"),
+        (["a", "--samples", "0"], 2, "samples must be at least 1"),
+        (["a", "--repetition-penalty", "0"], 2, "repetition_penalty must be above 0"),
+        (["a", "--stop", ""], 2, "stop must be a non-empty string"),
+        (["a", "--logit-bias", "5"], 2, "write it as ID=VALUE"),
+        (["a", "--logit-bias", "99999=1"], 2, "logit_bias has token id 99999"),
+        (["a", "--logprobs", "1"], 2, "--logprobs needs --json"),
+        (["a", "--threads", "0"], 2, "--threads must be at least 1"),
+        (["a", "--overflow", "wrap"], 2, "invalid choice"),
+        (["a", "--no-such-option"], 2, "unrecognized arguments"),
+        (["a", "--device", "gpu"], 1, "use auto, cpu, cuda or cuda:N"),
+        (["a", "--device", "cuda:99"], 1, "is not there"),
+        (["a", "--dtype", "int4"], 1, "dtype 'int4' is not supported on cpu"),
+        (["x " * 65], 1, "but the model's context is 64"),
+    ],
+)
+def test_bad_input_is_one_clear_line(run: Any, args: list[str], code: int, message: str) -> None:
+    got, out, err = run(*GENERATE, *args)
+    assert (got, out) == (code, "")
+    assert message in err and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("minigpt")
+
+
+def test_a_prompt_that_is_not_utf8_names_the_offset(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "latin1.txt"
+    path.write_bytes(b"caf\xe9 au lait")
+    code, _, err = run(*GENERATE, "-f", str(path))
+    assert (code, err) == (1, f"minigpt: error: {path} is not UTF-8: byte 0xe9 at offset 3\n")
+    code, _, err = run(*GENERATE, "-", stdin=b"\xff")
+    assert (code, err) == (1, "minigpt: error: standard input is not UTF-8: byte 0xff at offset 0\n")
+
+
+def test_an_unknown_model_is_one_clear_line(run: Any) -> None:
+    code, out, err = run(*GENERATE, "a", "-m", "nobody/nothing", model=False)
+    assert (code, out) == (1, "") and err.startswith("minigpt: error: ") and err.count("\n") == 1
+
+
+# Other commands
+
+
+def test_tokenize_prints_a_token_a_line(run: Any) -> None:
+    code, out, err = run("tokenize", "--offline", "Hello\U0001f917<|endoftext|>", "--special")
+    assert (code, err) == (0, "")
+    assert out == "15496\t'Hello'\n8582\tb'\\xf0\\x9f'\n97\tb'\\xa4'\n245\tb'\\x97'\n50256\t'<|endoftext|>'\n"
+    code, out, _ = run("tokenize", "--offline", "--json", "Hello")
+    assert json.loads(out) == {"id": 15496, "token": "'Hello'"}
+
+
+def test_info_shows_configuration_parameters_and_files(run: Any, folder: Path) -> None:
+    code, out, err = run("info", "--offline")
+    assert (code, err) == (0, "")
+    total = sum(parameter.numel() for parameter in minigpt.load(folder).model.parameters())
+    for expected in ("n_positions", "embeddings", "attention", "MLP", "norms", "head", f"{total:,}", "sha256", "F32", "MiB"):
+        assert expected in out
+    record = json.loads(run("info", "--offline", "--json")[1])
+    assert sum(record["parameters"].values()) == total
+    assert record["config"]["n_layer"] == 2
+
+
+# Real processes
+
+
+def test_help_is_quick_and_never_imports_torch() -> None:
+    for args in (["--help"], ["generate", "--help"], ["--version"], ["generate", "--top-k", "x"]):
+        code = f"import sys; sys.argv = ['minigpt', *{args!r}]\ntry:\n    from minigpt.cli import main; main()\n"
+        code += "finally:\n    assert not {'torch', 'tiktoken', 'huggingface_hub', 'safetensors'} & set(sys.modules)"
+        assert b"AssertionError" not in subprocess.run([sys.executable, "-c", code], capture_output=True).stderr
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert process("--help").wait() == 0
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.3
+
+
+def test_every_option_is_described() -> None:
+    help = subprocess.run([sys.executable, "-m", "minigpt", "generate", "--help"], capture_output=True, text=True).stdout
+    assert help.count("\n  -") >= 30
+    assert "[50]" in help and "[0.0]" in help and "(default: gpt2)" in " ".join(help.split())
+
+
+@pytest.fixture
+def endless(folder: Path) -> list[str]:
+    """A command that generates for minutes unless it is stopped."""
+    return [*GENERATE, "Hello", "-m", str(folder), "-n", "1000000", "--overflow", "slide", "--ignore-eos"]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_the_text_and_ends_the_line(endless: list[str], number: int, code: int) -> None:
+    running = process(*endless)
+    assert running.stdout is not None
+    first = running.stdout.read(20)  # flushed through a pipe as it comes
+    running.send_signal(number)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == code
+    assert len(first) == 20 and out.endswith(b"\n")
+    assert err == b""
+
+
+def test_a_signal_while_loading_is_quiet(endless: list[str]) -> None:
+    for delay in (0.05, 0.4, 1.0):
+        running = process(*endless)
+        time.sleep(delay)
+        running.send_signal(signal.SIGTERM)
+        _, err = running.communicate(timeout=60)
+        assert running.returncode in (143, -signal.SIGTERM) and err == b""  # -SIGTERM: before main began
+
+
+def test_a_closed_pipe_is_quiet(endless: list[str]) -> None:
+    running = process(*endless)
+    assert running.stdout is not None and running.stderr is not None
+    running.stdout.read(5)
+    running.stdout.close()
+    assert running.wait(timeout=60) == 0
+    assert running.stderr.read() == b""
+
+
+def test_a_full_disk_is_one_clear_line(endless: list[str]) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    with open("/dev/full", "wb") as full:
+        running = process(*endless, stdout=full)
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert err.decode() == "minigpt: error: output: No space left on device\n"
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
+def test_output_that_the_terminal_cannot_show_never_crashes(folder: Path, encoding: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    args = [*GENERATE, "--echo", "-n", "1", "-m", str(folder), "\u3053\u3093\u306b\u3061\u306f \U0001f642"]
+    running = process(*args, env=environment)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (0, b"")
+    assert out.startswith("\u3053\u3093".encode() if encoding == "utf-8" else b"?????")
