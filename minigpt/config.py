@@ -1,8 +1,9 @@
-"""The two things a user configures: the model's shape (GPT2Config) and how to decode (SamplingParams). No torch here."""
+"""The two things a user configures: the model's shape (GPT2Config), how to decode (SamplingParams). No torch here."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -18,13 +19,18 @@ _ALIASES = {
 }
 # Settings that change the numbers and that this engine does not implement.
 _REFUSED = ("add_cross_attention", "pruned_heads", "quantization_config")
+# The largest size that a config may give: a larger one is a slip, not a model.
+_MAX_SIZE = 2**31 - 1
 
 
-def _integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
+def _integer(name: str, value: Any, low: float, high: float = math.inf) -> int:
     """`value` as an int in [low, high], else a ValueError that names both."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # no floats, not even 3.0
+    except TypeError:
+        number = None
+    if number is None:
         raise ValueError(f"{name} must be an integer, not {value!r}")
-    number = int(value)
     if not low <= number <= high:
         bound = f"at least {low}" if high == math.inf else f"from {low} to {high}"
         raise ValueError(f"{name} must be {bound}, not {value!r}")
@@ -33,12 +39,13 @@ def _integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
 
 def _number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """`value` as a finite float in [low, high], else a ValueError that names both."""
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise ValueError(f"{name} must be a number, not {value!r}")
-    number = float(value)
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):  # a list, an array of several numbers, 10**400
+        number = math.nan
     if not math.isfinite(number) or not low <= number <= high:
-        bound = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise ValueError(f"{name} must be a finite number" + ("" if low == -math.inf else f" {bound}") + f", not {value!r}")
+        bound = f" from {low:g} to {high:g}" if high < math.inf else f" of at least {low:g}" if low > -math.inf else ""
+        raise ValueError(f"{name} must be a finite number{bound}, not {value!r}")
     return number
 
 
@@ -70,22 +77,29 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            self._set(name, _integer(name, getattr(self, name), 1))
+            self._set(name, _integer(name, getattr(self, name), 1, _MAX_SIZE))
         if self.n_inner is not None:
-            self._set("n_inner", _integer("n_inner", self.n_inner, 1))
+            self._set("n_inner", _integer("n_inner", self.n_inner, 1, _MAX_SIZE))
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             self._set(name, _number(name, getattr(self, name), 0, 1))
         self._set("initializer_range", _number("initializer_range", self.initializer_range, 0))
         self._set("layer_norm_epsilon", _number("layer_norm_epsilon", self.layer_norm_epsilon, 0))
-        for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "tie_word_embeddings"):
+        for name in (
+            "scale_attn_weights",
+            "scale_attn_by_inverse_layer_idx",
+            "reorder_and_upcast_attn",
+            "tie_word_embeddings",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.activation_function not in ACTIVATIONS:
-            raise ValueError(f"activation_function must be one of {', '.join(ACTIVATIONS)}, not {self.activation_function!r}")
+            raise ValueError(
+                f"activation_function must be one of {', '.join(ACTIVATIONS)}, not {self.activation_function!r}"
+            )
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
         if self.bos_token_id is not None:
-            self._set("bos_token_id", _integer("bos_token_id", self.bos_token_id, 0))
+            self._set("bos_token_id", _integer("bos_token_id", self.bos_token_id, -math.inf))
         self._set("eos_token_id", _end_ids("eos_token_id", self.eos_token_id))
 
     def _set(self, name: str, value: Any) -> None:
@@ -98,10 +112,12 @@ class GPT2Config:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GPT2Config:
-        """The config that a config.json holds. Missing fields take the defaults; fields without effect here are ignored.
+        """The config that a config.json holds. Missing fields take the defaults; those without effect here are ignored.
 
         Raises ValueError for a field that would change the numbers in a way that this engine does not implement.
         """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a config must map field names to values, not be {data!r}")
         if data.get("model_type", "gpt2") != "gpt2":
             raise ValueError(f"model_type is {data['model_type']!r}: only 'gpt2' models can be loaded")
         for name in _REFUSED:
@@ -120,17 +136,18 @@ class GPT2Config:
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
             **asdict(self),
+            "eos_token_id": list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id,
             "n_ctx": self.n_positions,
         }
 
 
 def _end_ids(name: str, value: Any) -> int | tuple[int, ...] | None:
-    """An eos_token_id as config files write it: an id, a list of ids, or null."""
+    """An eos_token_id as config files write it: an id, a list, or null. Any integer: some write -1 for none."""
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
-        return tuple(_integer(name, item, 0) for item in value)
-    return _integer(name, value, 0)
+        return tuple(_integer(name, item, -math.inf) for item in value)
+    return _integer(name, value, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -218,4 +235,8 @@ def _texts(value: Any) -> tuple[str, ...]:
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise ValueError(f"logit_bias must map token ids to numbers, not {value!r}")
-    return {_integer("each id in logit_bias", key, 0): _number("each logit_bias", item) for key, item in value.items()}
+    bias = {}
+    for key, item in value.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON has no other keys than text
+        bias[_integer("each id in logit_bias", token, 0)] = _number(f"logit_bias of id {key}", item)
+    return bias

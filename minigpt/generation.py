@@ -145,7 +145,7 @@ class LanguageModel:
         self.dtype = model.wte.weight.dtype
         eos = self.config.eos_token_id
         own = end_ids if end_ids is not None else eos if isinstance(eos, tuple) else () if eos is None else (eos,)
-        self.end_ids = tuple(id for id in own if id < self.config.vocab_size)
+        self.end_ids = tuple(id for id in own if 0 <= id < self.config.vocab_size)
         # Checkpoints may pad the vocabulary: rows without a token must never be drawn.
         self._missing_ids = [id for id in range(self.config.vocab_size) if tokenizer is not None and id not in tokenizer]
 
@@ -373,7 +373,7 @@ class _Request:
             if not 0 <= item < size:
                 raise PromptError(f"token id {item} is outside the vocabulary (0 to {size - 1})")
         bos = lm.config.bos_token_id
-        if not ids and (bos is None or bos >= size):
+        if not ids and (bos is None or not 0 <= bos < size):
             raise PromptError("the prompt is empty, and the model has no beginning-of-text token to start from")
         return ids or [bos]  # type: ignore[list-item]
 
