@@ -20,8 +20,9 @@ if TYPE_CHECKING:
         PromptError,
         TokenizerError,
     )
-    from minigpt.generation import Completion, LanguageModel, Step, TokenLogprob, load
+    from minigpt.generation import LanguageModel, load
     from minigpt.model import GPT2, MultiHeadAttention
+    from minigpt.sequence import Completion, Step, TokenLogprob
     from minigpt.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -38,8 +39,9 @@ _MODULES = {
         "PromptError",
         "TokenizerError",
     ],
-    "generation": ["Completion", "LanguageModel", "Step", "TokenLogprob", "load"],
+    "generation": ["LanguageModel", "load"],
     "model": ["GPT2", "MultiHeadAttention"],
+    "sequence": ["Completion", "Step", "TokenLogprob"],
     "tokenizer": ["Tokenizer"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

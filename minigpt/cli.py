@@ -25,7 +25,8 @@ from minigpt.config import SamplingParams
 from minigpt.errors import MiniGPTError, PromptError
 
 if TYPE_CHECKING:
-    from minigpt.generation import Completion, LanguageModel
+    from minigpt.generation import LanguageModel
+    from minigpt.sequence import Completion, Step
 
 
 class _Stopped(KeyboardInterrupt):
@@ -102,9 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(tokenize)
     tokenize.add_argument("--json", action="store_true", help='one object a line: {"id": ..., "token": ...}')
     tokenize.set_defaults(run=_tokenize)
-    info = commands.add_parser(
-        "info", help="show a model's configuration, size and files", description="Show a model's configuration and size."
-    )
+    about = "show a model's configuration, size and files"
+    info = commands.add_parser("info", help=about, description=about.capitalize() + ".")
     _add_model(info)
     info.add_argument("--json", action="store_true", help="one JSON object")
     info.set_defaults(run=_info)
@@ -166,7 +166,7 @@ def _add_generate(commands: Any) -> None:
     group.add_argument("--ids", action="store_true", help="token ids in (as the prompt) and out, instead of text")
     group.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
     group.add_argument("--json", action="store_true", help="one JSON object a line for each completion")
-    group.add_argument("--logprobs", type=int, metavar="K", help="with --json: log-probabilities, and those of the K best")
+    group.add_argument("--logprobs", type=int, metavar="K", help="with --json: log-probabilities, also of the K best")
     group.add_argument("--stats", action="store_true", help="speed, memory and seed on stderr")
     group.add_argument("-v", "--verbose", action="store_true", help="what was loaded, on stderr")
 
@@ -220,12 +220,12 @@ def _generate(args: argparse.Namespace) -> None:
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads must be at least 1, not {args.threads}")
 
-    from minigpt.generation import load  # imports torch: not before the arguments are known to be good
+    import torch  # takes a second: not before the arguments are known to be good
+
+    from minigpt.generation import load
 
     started = time.perf_counter()
     if args.threads:
-        import torch
-
         torch.set_num_threads(args.threads)
     lm = load(
         args.model,
@@ -238,7 +238,8 @@ def _generate(args: argparse.Namespace) -> None:
     if args.verbose:
         size = sum(parameter.numel() for parameter in lm.model.parameters())
         seconds = time.perf_counter() - started
-        print(f"{args.model}: {size:,} parameters on {lm.device}, {lm.dtype}, loaded in {seconds:.2f} s", file=sys.stderr)
+        loaded = f"{size:,} parameters on {lm.device}, {lm.dtype}, loaded in {seconds:.2f} s"
+        print(f"{args.model}: {loaded}, {torch.get_num_threads()} threads", file=sys.stderr)
     if ids is None and lm.tokenizer is not None:
         ids = lm.tokenizer.encode(text, special=args.special)
     prompt = text if ids is None else ids  # text without a tokenizer: the library says what to do
@@ -286,7 +287,8 @@ def _parse_ids(text: str) -> list[int]:
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        raise PromptError(f"with --ids the prompt is token ids separated by spaces or commas, not {text[:50]!r}") from None
+        wanted = "with --ids the prompt is token ids separated by spaces or commas"
+        raise PromptError(f"{wanted}, not {text[:50]!r}") from None
 
 
 def _shown(args: argparse.Namespace, completion: Completion) -> str:
@@ -297,7 +299,8 @@ def _print_stream(
     args: argparse.Namespace, lm: LanguageModel, prompt: str | list[int], params: SamplingParams, started: float
 ) -> None:
     """Print one completion as it is drawn."""
-    steps, first = [], started
+    steps: list[Step] = []
+    first = started
     for step in lm.stream(prompt, params):
         if not steps:
             first = time.perf_counter()

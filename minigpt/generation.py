@@ -1,18 +1,16 @@
 """LanguageModel: a model, its tokenizer, and the decoding loop (prefill, decode, stops, streams, batches).
 
-One loop serves everything: `stream` is a batch of one, `generate` collects it, and `generate_many` keeps a batch of rows
-going, where a row that ends makes room for the next prompt.
+One loop serves everything: `stream` is a batch of one, `generate` collects it, and `generate_many` keeps a batch of
+rows going, where a row that ends makes room for the next prompt.
 """
 
 from __future__ import annotations
 
-import operator
 import os
 import re
-import secrets
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,51 +19,10 @@ from torch import Tensor
 from minigpt import checkpoint
 from minigpt.cache import KVCache
 from minigpt.config import GPT2Config, SamplingParams
-from minigpt.errors import DeviceError, PromptError, TokenizerError
+from minigpt.errors import DeviceError, PromptError
 from minigpt.model import GPT2
-from minigpt.sampling import check_params, draw, log_probabilities, process
-from minigpt.tokenizer import TextStream, Tokenizer
-
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A drawn token's log-probability, before any processor, and the k best tokens' as (id, logprob), best first."""
-
-    id: int
-    logprob: float
-    top: list[tuple[int, float]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One drawn token. `text` is what can be shown now: whole characters, and nothing that may begin a stop string.
-
-    finish_reason is None until the last step, which flushes what was held back: "stop", "length" or "context".
-    """
-
-    text: str
-    id: int
-    logprob: TokenLogprob | None
-    finish_reason: str | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The continuation of one prompt.
-
-    text: without the end token or stop string.     ids: every drawn token, those of the end or stop included.
-    finish_reason: "stop" (an end id or stop string), "length" (max_new_tokens) or "context" (no position left).
-    logprobs: one TokenLogprob per id, or None.      seed: what the sampling used; None for greedy without one.
-    """
-
-    text: str
-    ids: list[int]
-    prompt_ids: list[int]
-    finish_reason: str
-    logprobs: list[TokenLogprob] | None
-    seed: int | None
+from minigpt.sequence import Completion, Prompt, Request, Row, Step, is_one_prompt
+from minigpt.tokenizer import Tokenizer
 
 
 def load(
@@ -108,7 +65,7 @@ def _device(device: str | torch.device) -> torch.device:
     if place.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (place.index or 0) >= count:
-            there = f"this machine has {count} (cuda:0 to cuda:{count - 1})" if count else "PyTorch finds no CUDA device"
+            there = f"this machine has cuda:0 to cuda:{count - 1}" if count else "PyTorch finds no CUDA device"
             raise DeviceError(f"device {name!r} is not there: {there}; use --device cpu or auto")
     return place
 
@@ -129,6 +86,9 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return found
 
 
+Heads = Collection[tuple[int, int]]  # (layer, head) pairs to switch off
+
+
 class LanguageModel:
     """A GPT-2 with its tokenizer. Safe to use from several threads: a call keeps its state to itself.
 
@@ -147,7 +107,8 @@ class LanguageModel:
         own = end_ids if end_ids is not None else eos if isinstance(eos, tuple) else () if eos is None else (eos,)
         self.end_ids = tuple(id for id in own if 0 <= id < self.config.vocab_size)
         # Checkpoints may pad the vocabulary: rows without a token must never be drawn.
-        self._missing_ids = [id for id in range(self.config.vocab_size) if tokenizer is not None and id not in tokenizer]
+        every_id = range(self.config.vocab_size)
+        self.missing_ids = [] if tokenizer is None else [id for id in every_id if id not in tokenizer]
 
     def generate(
         self,
@@ -161,9 +122,9 @@ class LanguageModel:
 
         params: how to decode (one for all, or a list with one per prompt); overrides replace its fields.
         ablate: heads to switch off, as "layer.head".
-        Raises PromptError for a prompt that cannot be used, ValueError for a bad parameter, TypeError for an unknown one.
+        Raises PromptError for an unusable prompt, ValueError for a bad parameter, TypeError for an unknown one.
         """
-        single = _is_one_prompt(prompt)
+        single = is_one_prompt(prompt)
         prompts: Any = [prompt] if single else prompt
         completions = list(self._complete(prompts, params, 8, ablate, overrides))
         return completions[0] if single and len(completions) == 1 else completions
@@ -190,9 +151,9 @@ class LanguageModel:
         params = replace(params or SamplingParams(), **overrides)
         if params.samples != 1:
             raise ValueError(f"stream gives one sample, not {params.samples}: use generate for several")
-        if not _is_one_prompt(prompt):
+        if not is_one_prompt(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
-        row = _Row(self, _Request(self, prompt, params), 0)
+        row = Row(self, Request(self, prompt, params), 0)
         return (step for _, step in self._run(iter([row]), 1, self._heads(ablate)))
 
     def _complete(
@@ -216,26 +177,26 @@ class LanguageModel:
             if len(each) != len(prompts):
                 raise ValueError(f"{len(each)} params for {len(prompts)} prompts: give one for all, or one for each")
             for index, prompt in enumerate(prompts):
-                _Request(self, prompt, each[index], index)
+                Request(self, prompt, each[index], index)
             batch_size = max(1, min(batch_size, sum(one.samples for one in each)))
         elif shared is None:
             raise ValueError("a list of params needs a list of prompts")
         heads = self._heads(ablate)
 
-        def rows() -> Iterator[_Row]:
+        def rows() -> Iterator[Row]:
             for index, prompt in enumerate(prompts):
                 one = shared or each[index]
-                request = _Request(self, prompt, one, index)
+                request = Request(self, prompt, one, index)
                 for sample in range(one.samples):
-                    yield _Row(self, request, sample)
+                    yield Row(self, request, sample)
 
         return self._in_order(rows(), batch_size, heads)
 
-    def _in_order(self, rows: Iterator[_Row], batch_size: int, heads: Collection[tuple[int, int]]) -> Iterator[Completion]:
+    def _in_order(self, rows: Iterator[Row], batch_size: int, heads: Heads) -> Iterator[Completion]:
         """Run the rows and give their completions in the order in which the rows came."""
-        order: list[_Row] = []
+        order: list[Row] = []
 
-        def noted() -> Iterator[_Row]:
+        def noted() -> Iterator[Row]:
             for row in rows:
                 order.append(row)
                 yield row
@@ -245,10 +206,10 @@ class LanguageModel:
                 yield order.pop(0).completion()
         yield from (row.completion() for row in order)
 
-    def _run(self, waiting: Iterator[_Row], slots: int, heads: Collection[tuple[int, int]]) -> Iterator[tuple[_Row, Step]]:
-        """The decoding loop: yield each row's steps as they are drawn. A row that ends frees its slot for the next one."""
+    def _run(self, waiting: Iterator[Row], slots: int, heads: Heads) -> Iterator[tuple[Row, Step]]:
+        """The decoding loop: yield each row's steps as they are drawn. A row that ends makes room for the next."""
         cache: KVCache | None = None
-        active: list[_Row] = []  # row i of the cache belongs to active[i]
+        active: list[Row] = []  # row i of the cache belongs to active[i]
         while True:
             while len(active) < slots and (row := next(waiting, None)) is not None:
                 if row.finish_reason:  # max_new_tokens=0
@@ -269,7 +230,7 @@ class LanguageModel:
             self._drop_finished(active, cache)
 
     @torch.inference_mode()
-    def _admit(self, row: _Row, active: list[_Row], cache: KVCache, heads: Collection[tuple[int, int]]) -> Tensor:
+    def _admit(self, row: Row, active: list[Row], cache: KVCache, heads: Heads) -> Tensor:
         """Prefill a row in the next slot of the cache; samples of one prompt share the work. Returns logits [V]."""
         slot = len(active)
         cache.lengths.append(0)
@@ -281,15 +242,15 @@ class LanguageModel:
         request.logits = self._prefill(row.context, cache, slot, heads)
         return request.logits
 
-    def _prefill(self, ids: list[int], cache: KVCache, slot: int, heads: Collection[tuple[int, int]]) -> Tensor:
-        """Fill row `slot` of the cache with `ids` from position 0, and return the logits after the last of them, [V]."""
+    def _prefill(self, ids: list[int], cache: KVCache, slot: int, heads: Heads) -> Tensor:
+        """Fill row `slot` of the cache with `ids` from position 0, and return the logits after the last one, [V]."""
         view = cache.row(slot)
         hidden = self.model.hidden(torch.tensor([ids], device=self.device), view, ablate=heads)  # (1, T, E)
         cache.lengths[slot] = view.lengths[0]
         return self.model.head(hidden[0, -1])
 
     @torch.inference_mode()
-    def _decode(self, active: list[_Row], cache: KVCache, heads: Collection[tuple[int, int]]) -> Tensor:
+    def _decode(self, active: list[Row], cache: KVCache, heads: Heads) -> Tensor:
         """Feed each row's last token; returns the logits after it, [B,V]."""
         for slot, row in enumerate(active):
             if cache.lengths[slot] == self.config.n_positions:  # only a row that slides gets here
@@ -300,7 +261,7 @@ class LanguageModel:
         ids = torch.tensor([[row.history[-1]] for row in active], device=self.device)  # (B, 1)
         return self.model.head(self.model.hidden(ids, cache, ablate=heads)[:, -1])
 
-    def _drop_finished(self, active: list[_Row], cache: KVCache) -> None:
+    def _drop_finished(self, active: list[Row], cache: KVCache) -> None:
         """Free the slots of finished rows; the last row moves into each gap."""
         for slot in reversed(range(len(active))):
             if active[slot].finish_reason:
@@ -317,162 +278,7 @@ class LanguageModel:
         for name in [ablate] if isinstance(ablate, str) else ablate:
             match = re.fullmatch(r"(\d+)\.(\d+)", str(name))
             if not match or int(match[1]) >= self.config.n_layer or int(match[2]) >= self.config.n_head:
-                raise ValueError(
-                    f"ablate names heads as layer.head, from 0.0 to {self.config.n_layer - 1}.{self.config.n_head - 1}, "
-                    f"not {name!r}"
-                )
+                last = f"{self.config.n_layer - 1}.{self.config.n_head - 1}"
+                raise ValueError(f"ablate names heads as layer.head, from 0.0 to {last}, not {name!r}")
             heads.append((int(match[1]), int(match[2])))
         return heads
-
-
-def _is_one_prompt(prompt: Any) -> bool:
-    """A str or a list of ints is one prompt; a list of anything else, or of nothing, is many."""
-    if isinstance(prompt, str):
-        return True
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
-        raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-    return len(prompt) > 0 and hasattr(prompt[0], "__index__")
-
-
-class _Request:
-    """One prompt, checked, with how to continue it: what its samples share."""
-
-    def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, index: int | None = None) -> None:
-        try:
-            check_params(params, lm.config.vocab_size)
-            self.ids = self._encode(lm, prompt)
-            limit = lm.config.n_positions
-            if len(self.ids) > limit and params.overflow == "stop":
-                raise PromptError(
-                    f"the prompt has {len(self.ids)} tokens, but the model's context is {limit}: shorten it, or use "
-                    "overflow slide to keep its end"
-                )
-            if params.stop and lm.tokenizer is None:
-                raise TokenizerError("stop strings need a tokenizer, and this model has none: use stop_ids")
-        except (PromptError, TokenizerError) as error:
-            raise error if index is None else type(error)(f"prompt {index}: {error}") from None
-        self.params = params
-        self.logits: Tensor | None = None  # after the prompt, kept for its further samples
-
-    @staticmethod
-    def _encode(lm: LanguageModel, prompt: Prompt) -> list[int]:
-        """The prompt's token ids; an empty prompt is the beginning-of-text token."""
-        size = lm.config.vocab_size
-        if isinstance(prompt, str):
-            if lm.tokenizer is None:
-                raise TokenizerError("this model has no tokenizer: give the prompt as token ids")
-            ids = lm.tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            try:
-                ids = [operator.index(item) for item in prompt]
-            except TypeError:
-                raise PromptError(f"a prompt is text or a list of token ids, not {list(prompt)[:5]!r}") from None
-        else:
-            raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-        for item in ids:
-            if not 0 <= item < size:
-                raise PromptError(f"token id {item} is outside the vocabulary (0 to {size - 1})")
-        bos = lm.config.bos_token_id
-        if not ids and (bos is None or not 0 <= bos < size):
-            raise PromptError("the prompt is empty, and the model has no beginning-of-text token to start from")
-        return ids or [bos]  # type: ignore[list-item]
-
-
-class _Row:
-    """One sequence being continued: its tokens, its random generator, and the text it may show."""
-
-    def __init__(self, lm: LanguageModel, request: _Request, sample: int) -> None:
-        params = request.params
-        self.request, self.params = request, params
-        self.history = list(request.ids)  # prompt and drawn tokens: what the processors see
-        self.limit = lm.config.n_positions
-        self.slid = False
-        self.finish_reason: str | None = None if params.max_new_tokens else "length"
-        self.steps: list[Step] = []
-        self.end_ids = frozenset(lm.end_ids if params.stop_ids is None else params.stop_ids)
-        self.missing_ids = lm._missing_ids
-        self.text = TextStream(lm.tokenizer) if lm.tokenizer else None
-        self.stop = _StopText(params.stop)
-        self.seed = params.seed
-        self.generator: torch.Generator | None = None
-        if params.temperature > 0:
-            self.seed = secrets.randbits(32) if params.seed is None else (params.seed + sample) % 2**64
-            self.generator = torch.Generator(lm.device)
-            self.generator.manual_seed(self.seed)
-
-    @property
-    def max_len(self) -> int:
-        """The tokens this row can need in the cache: the last one drawn is never fed."""
-        return min(len(self.history) + self.params.max_new_tokens - 1, self.limit)
-
-    @property
-    def context(self) -> list[int]:
-        """The tokens to prefill: the whole history, or its end (half a context) once it no longer fits."""
-        return self.history if len(self.history) <= self.limit else self.history[-max(self.limit // 2, 1) :]
-
-    @torch.inference_mode()
-    def accept(self, logits: Tensor) -> Step:
-        """Draw a token from the logits [V] and work out what it shows and whether it is the last."""
-        params, drawn = self.params, len(self.steps)
-        scores = process(logits, self.history, drawn, params, self.end_ids, self.missing_ids)
-        id = draw(scores, params, self.generator)
-        logprob = None
-        if params.logprobs is not None:
-            logprob = TokenLogprob(id, *log_probabilities(logits, id, params.logprobs))
-        self.history.append(id)
-        ended = id in self.end_ids
-        shown = "" if ended or self.text is None else self.stop.push(self.text.push(id))
-        if ended or self.stop.found:
-            self.finish_reason = "stop"
-        elif drawn + 1 == params.max_new_tokens:
-            self.finish_reason = "length"
-        elif len(self.history) > self.limit and params.overflow == "stop":
-            self.finish_reason = "context"
-        if self.finish_reason and self.text is not None:
-            shown += self.stop.push(self.text.flush()) + self.stop.flush()
-            if self.stop.found:
-                self.finish_reason = "stop"
-        step = Step(shown, id, logprob, self.finish_reason)
-        self.steps.append(step)
-        return step
-
-    def completion(self) -> Completion:
-        """What `generate` returns for this row."""
-        return Completion(
-            text="".join(step.text for step in self.steps),
-            ids=[step.id for step in self.steps],
-            prompt_ids=list(self.request.ids),
-            finish_reason=self.finish_reason or "length",
-            logprobs=None if self.params.logprobs is None else [step.logprob for step in self.steps if step.logprob],
-            seed=self.seed,
-        )
-
-
-class _StopText:
-    """Finds stop strings in streamed text: holds back what may begin one, cuts exactly before the first one found."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = stops
-        self.held = ""
-        self.found = False
-
-    def push(self, text: str) -> str:
-        """Take more text, give what can be shown. Nothing more is shown once a stop string is found."""
-        if self.found:
-            return ""
-        self.held += text
-        hits = [at for at in map(self.held.find, self.stops) if at >= 0]
-        if hits:
-            self.found = True
-            cut = min(hits)
-        else:  # keep the longest end of the text that begins a stop string
-            cut = next((i for i in range(len(self.held)) if self._may_begin_stop(self.held[i:])), len(self.held))
-        shown, self.held = self.held[:cut], self.held[cut:]
-        return shown
-
-    def _may_begin_stop(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self.stops)
-
-    def flush(self) -> str:
-        """No more text comes: what was held back, unless it is a stop string."""
-        return "" if self.found else self.held

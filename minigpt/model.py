@@ -229,8 +229,9 @@ class GPT2(nn.Module):
     def make_masks(self, device: torch.device | str | None = None) -> None:
         """(Re)create the causal mask, one for all blocks, on `device`: it is in no checkpoint."""
         mask = causal_mask(self.config.n_positions, device or self.wte.weight.device)
-        for block in self.h:
-            block.attn.mask = mask
+        for module in self.modules():
+            if isinstance(module, MultiHeadAttention):
+                module.mask = mask
 
     def reset_parameters(self) -> None:
         """GPT-2's initialisation: normal with std initializer_range, / sqrt(2L) into the residual stream; biases 0.

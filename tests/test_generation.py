@@ -75,7 +75,12 @@ def theirs(model: GPT2LMHeadModel, ids: list[int], params: SamplingParams) -> li
         "pad_token_id": 0,
     }
     if params.temperature > 0:
-        options |= {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p or None}
+        options |= {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p or None,
+        }
         torch.manual_seed(params.seed or 0)
     inputs = torch.tensor([ids], device=model.device)
     out = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
@@ -96,13 +101,17 @@ def gap(lm: LanguageModel, history: list[int], n_new: int, params: SamplingParam
     return float((best - second) / max(abs(best), 1e-30))
 
 
-def assert_same(lm: LanguageModel, prompt: list[int], ours: list[int], expected: list[int], params: SamplingParams) -> int:
+def assert_same(
+    lm: LanguageModel, prompt: list[int], ours: list[int], expected: list[int], params: SamplingParams
+) -> int:
     """The ids are equal up to a tie, if any. Returns 1 where a tie decided, and prints it."""
     if ours == expected:
         return 0
     at = next(i for i, (a, b) in enumerate(itertools.zip_longest(ours, expected)) if a != b)
     margin = gap(lm, prompt + ours[:at], at, params)
-    assert margin < MARGIN, f"token {at}: {ours[at : at + 3]} but transformers draws {expected[at : at + 3]}, gap {margin}"
+    assert margin < MARGIN, (
+        f"token {at}: {ours[at : at + 3]} but transformers draws {expected[at : at + 3]}, gap {margin}"
+    )
     print(f"tie at token {at}: relative gap {margin:.1e}, {params}")
     return 1
 
@@ -168,7 +177,9 @@ def test_greedy_ids_equal_transformers_for_150_tokens(reference: GPT2LMHeadModel
         assert_same(lm, prompt, lm.generate(prompt, params).ids, theirs(reference, prompt, params), params)
 
 
-@pytest.mark.parametrize("options", [{"reorder_and_upcast_attn": True}, {"tie_word_embeddings": False}, {"n_inner": 40}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"reorder_and_upcast_attn": True}, {"tie_word_embeddings": False}, {"n_inner": 40}], ids=str
+)
 def test_variants_decode_as_transformers_does(options: dict[str, Any]) -> None:
     reference = hf_model(n_positions=128, **options)
     lm = LanguageModel(from_hf(reference))
@@ -346,7 +357,9 @@ def test_on_one_token_stop_wins_over_length_and_length_over_context() -> None:
 # Streams
 
 
-@pytest.mark.parametrize("ids", [[8582, 25081], [8582, 97, 245], [33768, 98, 17312, 105, 45739, 252], [8582], [464, 8582, 464]])
+@pytest.mark.parametrize(
+    "ids", [[8582, 25081], [8582, 97, 245], [33768, 98, 17312, 105, 45739, 252], [8582], [464, 8582, 464]]
+)
 def test_a_stream_never_splits_a_character_and_adds_up_to_the_text(ids: list[int]) -> None:
     lm = scripted(ids)
     steps = list(lm.stream([0], max_new_tokens=len(ids)))
@@ -393,7 +406,9 @@ def test_what_counts_as_one_prompt_and_what_as_many(lm: LanguageModel) -> None:
 
 
 def test_text_and_ids_and_the_empty_prompt(gpt2_sized: LanguageModel) -> None:
-    assert gpt2_sized.generate("The dog", max_new_tokens=3).ids == gpt2_sized.generate([464, 3290], max_new_tokens=3).ids
+    assert (
+        gpt2_sized.generate("The dog", max_new_tokens=3).ids == gpt2_sized.generate([464, 3290], max_new_tokens=3).ids
+    )
     assert gpt2_sized.generate("", max_new_tokens=0).prompt_ids == [50256]
     assert gpt2_sized.generate(" ", max_new_tokens=0).prompt_ids == [220]
     assert gpt2_sized.generate("a<|endoftext|>", max_new_tokens=0).prompt_ids[-1] != 50256  # plain text by default
@@ -498,7 +513,9 @@ def test_sample_j_uses_seed_plus_j_and_shares_the_prefill(lm: LanguageModel, mon
     alone = [lm.generate([3, 4, 5], temperature=1.0, max_new_tokens=12, seed=s).ids for s in (2**64 - 1, 0, 1, 2, 3)]
     prefills = []
     original = LanguageModel._prefill
-    monkeypatch.setattr(LanguageModel, "_prefill", lambda self, ids, *rest: prefills.append(list(ids)) or original(self, ids, *rest))
+    monkeypatch.setattr(
+        LanguageModel, "_prefill", lambda self, ids, *rest: prefills.append(list(ids)) or original(self, ids, *rest)
+    )
     samples = lm.generate([3, 4, 5], temperature=1.0, max_new_tokens=12, seed=2**64 - 1, samples=5)
     assert [sample.seed for sample in samples] == [2**64 - 1, 0, 1, 2, 3]
     assert [sample.ids for sample in samples] == alone
@@ -546,7 +563,9 @@ def test_a_batch_gives_what_each_prompt_gives_alone(lm: LanguageModel) -> None:
         prompts = [[rng.randrange(131) for _ in range(rng.randint(0, 40))] for _ in range(rng.randint(1, 12))]
         temperature = rng.choice([0.0, 1.0])
         each = [
-            SamplingParams(max_new_tokens=rng.randint(0, 30), temperature=temperature, seed=round, samples=rng.randint(1, 3))
+            SamplingParams(
+                max_new_tokens=rng.randint(0, 30), temperature=temperature, seed=round, samples=rng.randint(1, 3)
+            )
             for _ in prompts
         ]
         batched = list(lm.generate_many(prompts, each, batch_size=rng.randint(1, 5)))
@@ -605,7 +624,9 @@ def test_ablate_switches_heads_off_for_one_call(lm: LanguageModel) -> None:
             lm.generate([3], ablate=[bad])
 
 
-@pytest.mark.parametrize("device, message", [("gpu", "use auto, cpu, cuda"), ("mps", "use auto"), ("cuda:99", "is not there")])
+@pytest.mark.parametrize(
+    "device, message", [("gpu", "use auto, cpu, cuda"), ("mps", "use auto"), ("cuda:99", "is not there")]
+)
 def test_a_device_that_is_not_there_is_one_clear_line(device: str, message: str) -> None:
     with pytest.raises(minigpt.DeviceError, match=message):
         minigpt.load("demo", device=device)

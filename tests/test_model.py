@@ -198,7 +198,15 @@ def test_the_variants_differ_visibly() -> None:
     ids = torch.randint(0, 64, (2, 32))
     plain = hf_model()(ids).logits
     for name, overrides in VARIANTS.items():
-        if name not in ("plain", "odd vocabulary", "513 positions", "n_inner", "untied head", "upcast", "gelu_pytorch_tanh"):
+        if name not in (
+            "plain",
+            "odd vocabulary",
+            "513 positions",
+            "n_inner",
+            "untied head",
+            "upcast",
+            "gelu_pytorch_tanh",
+        ):
             assert (hf_model(**overrides)(ids).logits - plain).abs().max() > 1e-3, name
 
 

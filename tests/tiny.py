@@ -11,7 +11,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from minigpt import GPT2
 from minigpt import GPT2Config as Config
 
-TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 24, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+TINY = {
+    "vocab_size": 64,
+    "n_positions": 32,
+    "n_embd": 24,
+    "n_layer": 3,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def hf_model(seed: int = 0, **overrides: Any) -> GPT2LMHeadModel:

@@ -1,0 +1,214 @@
+"""One prompt being continued: the checked request, the row that draws its tokens, and what comes out."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minigpt.config import SamplingParams
+from minigpt.errors import PromptError, TokenizerError
+from minigpt.sampling import check_params, draw, log_probabilities, process
+from minigpt.tokenizer import TextStream
+
+if TYPE_CHECKING:
+    from minigpt.generation import LanguageModel
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A drawn token's log-probability, before any processor, and the k best tokens' as (id, logprob), best first."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One drawn token. `text` is what can be shown now: whole characters, and nothing that may begin a stop string.
+
+    finish_reason is None until the last step, which flushes what was held back: "stop", "length" or "context".
+    """
+
+    text: str
+    id: int
+    logprob: TokenLogprob | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The continuation of one prompt.
+
+    text: without the end token or stop string.     ids: every drawn token, those of the end or stop included.
+    finish_reason: "stop" (an end id or stop string), "length" (max_new_tokens) or "context" (no position left).
+    logprobs: one TokenLogprob per id, or None.      seed: what the sampling used; None for greedy without one.
+    """
+
+    text: str
+    ids: list[int]
+    prompt_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprob] | None
+    seed: int | None
+
+
+def is_one_prompt(prompt: Any) -> bool:
+    """A str or a list of ints is one prompt; a list of anything else, or of nothing, is many."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+    return len(prompt) > 0 and hasattr(prompt[0], "__index__")
+
+
+class Request:
+    """One prompt, checked, with how to continue it: what its samples share."""
+
+    def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, index: int | None = None) -> None:
+        try:
+            check_params(params, lm.config.vocab_size)
+            self.ids = self._encode(lm, prompt)
+            limit = lm.config.n_positions
+            if len(self.ids) > limit and params.overflow == "stop":
+                raise PromptError(
+                    f"the prompt has {len(self.ids)} tokens, but the model's context is {limit}: shorten it, or use "
+                    "overflow slide to keep its end"
+                )
+            if params.stop and lm.tokenizer is None:
+                raise TokenizerError("stop strings need a tokenizer, and this model has none: use stop_ids")
+        except (PromptError, TokenizerError) as error:
+            raise error if index is None else type(error)(f"prompt {index}: {error}") from None
+        self.params = params
+        self.logits: Tensor | None = None  # after the prompt, kept for its further samples
+
+    @staticmethod
+    def _encode(lm: LanguageModel, prompt: Prompt) -> list[int]:
+        """The prompt's token ids; an empty prompt is the beginning-of-text token."""
+        size = lm.config.vocab_size
+        if isinstance(prompt, str):
+            if lm.tokenizer is None:
+                raise TokenizerError("this model has no tokenizer: give the prompt as token ids")
+            ids = lm.tokenizer.encode(prompt)
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+            try:
+                ids = [operator.index(item) for item in prompt]  # type: ignore[arg-type]
+            except TypeError:
+                raise PromptError(f"a prompt is text or a list of token ids, not {list(prompt)[:5]!r}") from None
+        else:
+            raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+        for item in ids:
+            if not 0 <= item < size:
+                raise PromptError(f"token id {item} is outside the vocabulary (0 to {size - 1})")
+        bos = lm.config.bos_token_id
+        if not ids and (bos is None or not 0 <= bos < size):
+            raise PromptError("the prompt is empty, and the model has no beginning-of-text token to start from")
+        return ids or [bos]  # type: ignore[list-item]
+
+
+class Row:
+    """One sequence being continued: its tokens, its random generator, and the text it may show."""
+
+    def __init__(self, lm: LanguageModel, request: Request, sample: int) -> None:
+        params = request.params
+        self.request, self.params = request, params
+        self.history = list(request.ids)  # prompt and drawn tokens: what the processors see
+        self.limit = lm.config.n_positions
+        self.slid = False
+        self.finish_reason: str | None = None if params.max_new_tokens else "length"
+        self.steps: list[Step] = []
+        self.end_ids = frozenset(lm.end_ids if params.stop_ids is None else params.stop_ids)
+        self.missing_ids = lm.missing_ids
+        self.text = TextStream(lm.tokenizer) if lm.tokenizer else None
+        self.stop = StopText(params.stop)
+        self.seed = params.seed
+        self.generator: torch.Generator | None = None
+        if params.temperature > 0:
+            self.seed = secrets.randbits(32) if params.seed is None else (params.seed + sample) % 2**64
+            self.generator = torch.Generator(lm.device)
+            self.generator.manual_seed(self.seed)
+
+    @property
+    def max_len(self) -> int:
+        """The tokens this row can need in the cache: the last one drawn is never fed."""
+        return min(len(self.history) + self.params.max_new_tokens - 1, self.limit)
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens to prefill: the whole history, or its end (half a context) once it no longer fits."""
+        return self.history if len(self.history) <= self.limit else self.history[-max(self.limit // 2, 1) :]
+
+    @torch.inference_mode()
+    def accept(self, logits: Tensor) -> Step:
+        """Draw a token from the logits [V] and work out what it shows and whether it is the last."""
+        params, drawn = self.params, len(self.steps)
+        scores = process(logits, self.history, drawn, params, self.end_ids, self.missing_ids)
+        id = draw(scores, params, self.generator)
+        logprob = None
+        if params.logprobs is not None:
+            logprob = TokenLogprob(id, *log_probabilities(logits, id, params.logprobs))
+        self.history.append(id)
+        ended = id in self.end_ids
+        shown = "" if ended or self.text is None else self.stop.push(self.text.push(id))
+        if ended or self.stop.found:
+            self.finish_reason = "stop"
+        elif drawn + 1 == params.max_new_tokens:
+            self.finish_reason = "length"
+        elif len(self.history) > self.limit and params.overflow == "stop":
+            self.finish_reason = "context"
+        if self.finish_reason and self.text is not None:
+            shown += self.stop.push(self.text.flush()) + self.stop.flush()
+            if self.stop.found:
+                self.finish_reason = "stop"
+        step = Step(shown, id, logprob, self.finish_reason)
+        self.steps.append(step)
+        return step
+
+    def completion(self) -> Completion:
+        """What `generate` returns for this row."""
+        return Completion(
+            text="".join(step.text for step in self.steps),
+            ids=[step.id for step in self.steps],
+            prompt_ids=list(self.request.ids),
+            finish_reason=self.finish_reason or "length",
+            logprobs=None if self.params.logprobs is None else [step.logprob for step in self.steps if step.logprob],
+            seed=self.seed,
+        )
+
+
+class StopText:
+    """Finds stop strings in streamed text: holds back what may begin one, cuts exactly before the first one found."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = stops
+        self.held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Take more text, give what can be shown. Nothing more is shown once a stop string is found."""
+        if self.found:
+            return ""
+        self.held += text
+        hits = [at for at in map(self.held.find, self.stops) if at >= 0]
+        if hits:
+            self.found = True
+            cut = min(hits)
+        else:  # keep the longest end of the text that begins a stop string
+            cut = next((i for i in range(len(self.held)) if self._may_begin_stop(self.held[i:])), len(self.held))
+        shown, self.held = self.held[:cut], self.held[cut:]
+        return shown
+
+    def _may_begin_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self.stops)
+
+    def flush(self) -> str:
+        """No more text comes: what was held back, unless it is a stop string."""
+        return "" if self.found else self.held
