@@ -6,6 +6,7 @@ rows going, where a row that ends makes room for the next prompt.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import warnings
@@ -169,28 +170,25 @@ class LanguageModel:
             raise ValueError(f"batch_size must be at least 1, not {batch_size!r}")
         if isinstance(prompts, str):
             raise PromptError("generate_many takes a list of prompts: use generate for one")
-        shared = None
         if params is None or isinstance(params, SamplingParams):
-            shared = replace(params or SamplingParams(), **overrides)
-        if isinstance(prompts, Sequence):
-            each = [shared] * len(prompts) if shared else [replace(one, **overrides) for one in params or ()]  # type: ignore[union-attr]
-            if len(each) != len(prompts):
-                raise ValueError(f"{len(each)} params for {len(prompts)} prompts: give one for all, or one for each")
-            for index, prompt in enumerate(prompts):
-                Request(self, prompt, each[index], index)
-            batch_size = max(1, min(batch_size, sum(one.samples for one in each)))
-        elif shared is None:
+            each: Iterable[SamplingParams] = itertools.repeat(replace(params or SamplingParams(), **overrides))
+        elif not isinstance(prompts, Sequence):
             raise ValueError("a list of params needs a list of prompts")
+        else:
+            each = [replace(one, **overrides) for one in params]
+            if len(params) != len(prompts):
+                raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each")
+        named = not isinstance(prompts, Sequence) or len(prompts) > 1  # errors then say which prompt
         heads = self._heads(ablate)
 
-        def rows() -> Iterator[Row]:
-            for index, prompt in enumerate(prompts):
-                one = shared or each[index]
-                request = Request(self, prompt, one, index)
-                for sample in range(one.samples):
-                    yield Row(self, request, sample)
+        def requests() -> Iterator[Request]:
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=False)):
+                yield Request(self, prompt, one, index if named else None)
 
-        return self._in_order(rows(), batch_size, heads)
+        if isinstance(prompts, Sequence):
+            batch_size = max(1, min(batch_size, sum(request.params.samples for request in requests())))
+        rows = (Row(self, request, sample) for request in requests() for sample in range(request.params.samples))
+        return self._in_order(rows, batch_size, heads)
 
     def _in_order(self, rows: Iterator[Row], batch_size: int, heads: Heads) -> Iterator[Completion]:
         """Run the rows and give their completions in the order in which the rows came."""

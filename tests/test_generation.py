@@ -262,7 +262,7 @@ def test_a_prompt_of_p_tokens_gives_n_positions_minus_p_plus_one(lm: LanguageMod
 
 
 def test_a_prompt_over_the_context_names_both_numbers(lm: LanguageModel) -> None:
-    with pytest.raises(PromptError, match="the prompt has 161 tokens, but the model's context is 160"):
+    with pytest.raises(PromptError, match="^the prompt has 161 tokens, but the model's context is 160"):
         lm.generate([3] * 161)
 
 
