@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from minigpt.generation import LanguageModel, load
     from minigpt.model import GPT2, MultiHeadAttention
+    from minigpt.scoring import Score
     from minigpt.sequence import Completion, Step, TokenLogprob
     from minigpt.tokenizer import Tokenizer
 
@@ -41,6 +42,7 @@ _MODULES = {
     ],
     "generation": ["LanguageModel", "load"],
     "model": ["GPT2", "MultiHeadAttention"],
+    "scoring": ["Score"],
     "sequence": ["Completion", "Step", "TokenLogprob"],
     "tokenizer": ["Tokenizer"],
 }
@@ -59,6 +61,7 @@ __all__ = [
     "MultiHeadAttention",
     "PromptError",
     "SamplingParams",
+    "Score",
     "Step",
     "TokenLogprob",
     "Tokenizer",

@@ -16,6 +16,9 @@ class KVCache:
     Rows may differ in length: each step writes at each row's own length, and what lies beyond it is padding on the
     right, which the causal mask hides. `lengths` says how many tokens each row holds and, by its own length, how many
     of the `batch_size` rows are in use; the caller may change both (shorten a row, add one, drop the last).
+
+    max_len: the tokens that each row can hold, by default all n_positions of the model.
+    device, dtype: the model's own.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _REFUSED = ("add_cross_attention", "pruned_heads", "quantization_config")
 _MAX_SIZE = 2**31 - 1
 
 
-def _integer(name: str, value: Any, low: float, high: float = math.inf) -> int:
+def integer(name: str, value: Any, low: float, high: float = math.inf) -> int:
     """`value` as an int in [low, high], else a ValueError that names both."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # no floats, not even 3.0
@@ -37,7 +37,7 @@ def _integer(name: str, value: Any, low: float, high: float = math.inf) -> int:
     return number
 
 
-def _number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """`value` as a finite float in [low, high], else a ValueError that names both."""
     try:
         number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
@@ -77,13 +77,13 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            self._set(name, _integer(name, getattr(self, name), 1, _MAX_SIZE))
+            self._set(name, integer(name, getattr(self, name), 1, _MAX_SIZE))
         if self.n_inner is not None:
-            self._set("n_inner", _integer("n_inner", self.n_inner, 1, _MAX_SIZE))
+            self._set("n_inner", integer("n_inner", self.n_inner, 1, _MAX_SIZE))
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-            self._set(name, _number(name, getattr(self, name), 0, 1))
-        self._set("initializer_range", _number("initializer_range", self.initializer_range, 0))
-        self._set("layer_norm_epsilon", _number("layer_norm_epsilon", self.layer_norm_epsilon, 0))
+            self._set(name, number(name, getattr(self, name), 0, 1))
+        self._set("initializer_range", number("initializer_range", self.initializer_range, 0))
+        self._set("layer_norm_epsilon", number("layer_norm_epsilon", self.layer_norm_epsilon, 0))
         for name in (
             "scale_attn_weights",
             "scale_attn_by_inverse_layer_idx",
@@ -99,7 +99,7 @@ class GPT2Config:
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
         if self.bos_token_id is not None:
-            self._set("bos_token_id", _integer("bos_token_id", self.bos_token_id, -math.inf))
+            self._set("bos_token_id", integer("bos_token_id", self.bos_token_id, -math.inf))
         self._set("eos_token_id", _end_ids("eos_token_id", self.eos_token_id))
 
     def _set(self, name: str, value: Any) -> None:
@@ -146,8 +146,8 @@ def _end_ids(name: str, value: Any) -> int | tuple[int, ...] | None:
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
-        return tuple(_integer(name, item, -math.inf) for item in value)
-    return _integer(name, value, -math.inf)
+        return tuple(integer(name, item, -math.inf) for item in value)
+    return integer(name, value, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -196,17 +196,17 @@ class SamplingParams:
             object.__setattr__(self, name, value)  # the dataclass is frozen for everyone else
 
         for name in ("max_new_tokens", "min_new_tokens", "no_repeat_ngram_size"):
-            put(name, _integer(name, getattr(self, name), 0))
-        put("top_k", 0 if self.top_k is None else _integer("top_k", self.top_k, 0))
-        put("samples", _integer("samples", self.samples, 1))
+            put(name, integer(name, getattr(self, name), 0))
+        put("top_k", 0 if self.top_k is None else integer("top_k", self.top_k, 0))
+        put("samples", integer("samples", self.samples, 1))
         if self.logprobs is not None:
-            put("logprobs", _integer("logprobs", self.logprobs, 0))
+            put("logprobs", integer("logprobs", self.logprobs, 0))
         if self.seed is not None:
-            put("seed", _integer("seed", self.seed, 0, 2**64 - 1))
-        put("temperature", _number("temperature", self.temperature, 0))
-        put("top_p", _number("top_p", self.top_p, 0, 1))
-        put("min_p", _number("min_p", self.min_p, 0, 1))
-        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty))
+            put("seed", integer("seed", self.seed, 0, 2**64 - 1))
+        put("temperature", number("temperature", self.temperature, 0))
+        put("top_p", number("top_p", self.top_p, 0, 1))
+        put("min_p", number("min_p", self.min_p, 0, 1))
+        put("repetition_penalty", number("repetition_penalty", self.repetition_penalty))
         if self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty must be above 0, not {self.repetition_penalty!r}")
         put("logit_bias", _bias(self.logit_bias))
@@ -221,7 +221,7 @@ class SamplingParams:
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a list of token ids, not {value!r}")
-    return tuple(_integer(f"each id in {name}", item, 0) for item in value)
+    return tuple(integer(f"each id in {name}", item, 0) for item in value)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -238,5 +238,5 @@ def _bias(value: Any) -> dict[int, float]:
     bias = {}
     for key, item in value.items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON has no other keys than text
-        bias[_integer("each id in logit_bias", token, 0)] = _number(f"logit_bias of id {key}", item)
+        bias[integer("each id in logit_bias", token, 0)] = number(f"logit_bias of id {key}", item)
     return bias

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt import checkpoint
+from minigpt import checkpoint, scoring
 from minigpt.cache import KVCache
-from minigpt.config import GPT2Config, SamplingParams
-from minigpt.errors import DeviceError, PromptError
+from minigpt.config import GPT2Config, SamplingParams, integer
+from minigpt.errors import DeviceError, MiniGPTError, PromptError
 from minigpt.model import GPT2
-from minigpt.sequence import Completion, Prompt, Request, Row, Step, is_one_prompt
+from minigpt.scoring import Score
+from minigpt.sequence import Completion, Prompt, Request, Row, Step, encode, is_one_prompt
 from minigpt.tokenizer import Tokenizer
 
 
@@ -44,7 +45,8 @@ def load(
     offline: never use the network, only what is already in the cache.
     progress: show download bars on stderr.
 
-    Raises ModelNotFoundError, CheckpointError, TokenizerError or DeviceError, each saying what to do.
+    Raises ModelNotFoundError, CheckpointError, TokenizerError or DeviceError, each saying what to do. Warns if the
+    program has enabled TF32 and float32 on CUDA is asked for: the results will differ from the CPU's.
     """
     place = _device(device)
     precision = _dtype(dtype, place)
@@ -60,14 +62,14 @@ def _device(device: str | torch.device) -> torch.device:
     name = str(device)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
         raise DeviceError(f"device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
     place = torch.device(name)
     if place.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (place.index or 0) >= count:
             there = f"this machine has cuda:0 to cuda:{count - 1}" if count else "PyTorch finds no CUDA device"
-            raise DeviceError(f"device {name!r} is not there: {there}; use --device cpu or auto")
+            raise DeviceError(f"device {name!r} is not there: {there}; use cpu or auto")
     return place
 
 
@@ -77,9 +79,9 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     allowed = ("float32",) if device.type == "cpu" else ("float32", "float16", "bfloat16")
     if name not in allowed:
         raise DeviceError(f"dtype {name!r} is not supported on {device.type}: use {' or '.join(allowed)}")
-    if device.type == "cuda" and name == "float32" and torch.get_float32_matmul_precision() != "highest":
+    if device.type == "cuda" and name == "float32" and _tf32_enabled():
         warnings.warn(
-            "TF32 is enabled (torch.backends.cuda.matmul.allow_tf32 or torch.set_float32_matmul_precision): "
+            "TF32 is enabled (torch.backends.cuda.matmul.allow_tf32, .fp32_precision or set_float32_matmul_precision): "
             "float32 results will differ from the CPU's in the third digit",
             stacklevel=3,
         )
@@ -87,6 +89,13 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return found
 
 
+def _tf32_enabled() -> bool:
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # newer torch refuses the older flag once this one was set
+    return bool(matmul.allow_tf32) if precision in (None, "none") else precision == "tf32"
+
+
+BATCH_SIZE = 8
 Heads = Collection[tuple[int, int]]  # (layer, head) pairs to switch off
 
 
@@ -96,20 +105,30 @@ class LanguageModel:
     model: GPT2.        tokenizer: Tokenizer, or None where the checkpoint has none (prompts are then token ids).
     config: GPT2Config. device, dtype: where the weights are and in what format.
     end_ids: the model's own end ids.
+
+    The model is put into eval mode.
     """
 
     def __init__(self, model: GPT2, tokenizer: Tokenizer | None = None, end_ids: Collection[int] | None = None) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.config: GPT2Config = model.config
-        self.device = model.wte.weight.device
-        self.dtype = model.wte.weight.dtype
         eos = self.config.eos_token_id
         own = end_ids if end_ids is not None else eos if isinstance(eos, tuple) else () if eos is None else (eos,)
         self.end_ids = tuple(id for id in own if 0 <= id < self.config.vocab_size)
         # Checkpoints may pad the vocabulary: rows without a token must never be drawn.
         every_id = range(self.config.vocab_size)
         self.missing_ids = [] if tokenizer is None else [id for id in every_id if id not in tokenizer]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.wte.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of the weights."""
+        return self.model.wte.weight.dtype
 
     def generate(
         self,
@@ -118,7 +137,7 @@ class LanguageModel:
         *,
         ablate: Iterable[str] = (),
         **overrides: Any,
-    ) -> Completion | list[Completion]:
+    ) -> Any:
         """Continue a prompt, text or token ids: a Completion. For several prompts, or samples > 1: a flat list of them.
 
         params: how to decode (one for all, or a list with one per prompt); overrides replace its fields.
@@ -127,7 +146,7 @@ class LanguageModel:
         """
         single = is_one_prompt(prompt)
         prompts: Any = [prompt] if single else prompt
-        completions = list(self._complete(prompts, params, 8, ablate, overrides))
+        completions = list(self._complete(prompts, params, BATCH_SIZE, ablate, overrides))
         return completions[0] if single and len(completions) == 1 else completions
 
     def generate_many(
@@ -135,27 +154,64 @@ class LanguageModel:
         prompts: Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        batch_size: int = 8,
+        batch_size: int = BATCH_SIZE,
         **overrides: Any,
     ) -> Iterator[Completion]:
         """Continue many prompts, `batch_size` rows at a time; completions come in input order, samples side by side.
 
         Each row gives what it gives alone. A list is checked whole before anything is generated, and an error names the
-        prompt's index; any other iterable is read as needed, so that memory stays bounded by the rows in work.
+        prompt's index. Any other iterable is read as needed, so that memory stays bounded by the rows in work; a bad
+        prompt in it raises once those before it are given. Raises as `generate` does.
         """
         return self._complete(prompts, params, batch_size, (), overrides)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, ablate: Iterable[str] = (), **overrides: Any
     ) -> Iterator[Step]:
-        """Continue one prompt, yielding a Step per drawn token as soon as it is drawn (none if max_new_tokens is 0)."""
+        """Continue one prompt, yielding a Step per drawn token as soon as it is drawn (none if max_new_tokens is 0).
+
+        Raises, at the call and not at the first step, as `generate` does.
+        """
         params = replace(params or SamplingParams(), **overrides)
         if params.samples != 1:
             raise ValueError(f"stream gives one sample, not {params.samples}: use generate for several")
         if not is_one_prompt(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
         row = Row(self, Request(self, prompt, params), 0)
-        return (step for _, step in self._run(iter([row]), 1, self._heads(ablate)))
+        return (step for _, step in self._run(iter([row]), 1, self._heads(ablate)) if step)
+
+    def score(
+        self,
+        text: Prompt,
+        *,
+        bos: bool = False,
+        stride: int | None = None,
+        ablate: Iterable[str] = (),
+    ) -> Score:
+        """How likely the model finds a text, or token ids: a log-probability for each token given those before it.
+
+        bos: put the beginning-of-text token first, so that the first token of the text is scored too.
+        stride: score a text of any length by windows of n_positions tokens that move on by this many.
+        ablate: heads to switch off, as "layer.head".
+        Raises PromptError for a text longer than the context if no stride is given.
+        """
+        size = self.config.n_positions
+        if stride is not None:
+            stride = integer("stride", stride, 1, size)
+        ids = [*([self.bos_id()] if bos else []), *encode(self, text)]
+        if len(ids) > size and stride is None:
+            raise PromptError(f"the text has {len(ids)} tokens, but the model's context is {size}: give a stride")
+        scored, logprobs = scoring.log_probabilities(self.model, ids, stride, self._heads(ablate))
+        tokenizer = self.tokenizer
+        n_bytes = None if tokenizer is None else sum(len(tokenizer.token_bytes(id)) for id in scored)
+        return scoring.summarise(ids, logprobs, n_bytes)
+
+    def bos_id(self) -> int:
+        """The beginning-of-text token. Raises PromptError if the model has none."""
+        bos = self.config.bos_token_id
+        if bos is None or not 0 <= bos < self.config.vocab_size:
+            raise PromptError("the model has no beginning-of-text token, so the text must not be empty")
+        return bos
 
     def _complete(
         self,
@@ -166,8 +222,7 @@ class LanguageModel:
         overrides: dict[str, Any],
     ) -> Iterator[Completion]:
         """Check what can be checked now, and return the iterator that does the work."""
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {batch_size!r}")
+        batch_size = integer("batch_size", batch_size, 1)
         if isinstance(prompts, str):
             raise PromptError("generate_many takes a list of prompts: use generate for one")
         if params is None or isinstance(params, SamplingParams):
@@ -175,6 +230,9 @@ class LanguageModel:
         elif not isinstance(prompts, Sequence):
             raise ValueError("a list of params needs a list of prompts")
         else:
+            params = list(params)
+            if not all(isinstance(one, SamplingParams) for one in params):
+                raise ValueError("params must be SamplingParams, or a list with one for each prompt")
             each = [replace(one, **overrides) for one in params]
             if len(params) != len(prompts):
                 raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each")
@@ -192,25 +250,42 @@ class LanguageModel:
 
     def _in_order(self, rows: Iterator[Row], batch_size: int, heads: Heads) -> Iterator[Completion]:
         """Run the rows and give their completions in the order in which the rows came."""
-        order: list[Row] = []
+        order: list[Row] = []  # rows whose completions are not given yet
+        failure: MiniGPTError | ValueError | None = None
 
-        def noted() -> Iterator[Row]:
-            for row in rows:
+        def admitted() -> Iterator[Row | None]:
+            nonlocal failure
+            while failure is None:
+                if len(order) >= 4 * batch_size:  # bounds what waits for one long row; None: not now
+                    yield None
+                    continue
+                try:
+                    row = next(rows, None)
+                except (MiniGPTError, ValueError) as error:  # finish what is in work first
+                    failure = error
+                    return
+                if row is None:
+                    return
                 order.append(row)
                 yield row
 
-        for _ in self._run(noted(), batch_size, heads):
+        for _ in self._run(admitted(), batch_size, heads):
             while order and order[0].finish_reason:
                 yield order.pop(0).completion()
-        yield from (row.completion() for row in order)
+        if failure is not None:
+            raise failure
 
-    def _run(self, waiting: Iterator[Row], slots: int, heads: Heads) -> Iterator[tuple[Row, Step]]:
-        """The decoding loop: yield each row's steps as they are drawn. A row that ends makes room for the next."""
+    def _run(self, waiting: Iterator[Row | None], slots: int, heads: Heads) -> Iterator[tuple[Row, Step | None]]:
+        """The decoding loop: yield each row's steps as they are drawn. A row that ends makes room for the next.
+
+        A row that draws nothing comes with None.
+        """
         cache: KVCache | None = None
         active: list[Row] = []  # row i of the cache belongs to active[i]
         while True:
             while len(active) < slots and (row := next(waiting, None)) is not None:
                 if row.finish_reason:  # max_new_tokens=0
+                    yield row, None
                     continue
                 if cache is None:
                     cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=self.dtype)
@@ -229,7 +304,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _admit(self, row: Row, active: list[Row], cache: KVCache, heads: Heads) -> Tensor:
-        """Prefill a row in the next slot of the cache; samples of one prompt share the work. Returns logits [V]."""
+        """Fill the next slot of the cache, by prefill or from an active sample of the same prompt. Gives logits [V]."""
         slot = len(active)
         cache.lengths.append(0)
         request = row.request
@@ -237,8 +312,10 @@ class LanguageModel:
             if other.request is request and not other.slid and request.logits is not None:
                 cache.copy_row(index, slot, len(row.context))
                 return request.logits
-        request.logits = self._prefill(row.context, cache, slot, heads)
-        return request.logits
+        logits = self._prefill(row.context, cache, slot, heads)
+        if request.params.samples > 1:
+            request.logits = logits
+        return logits
 
     def _prefill(self, ids: list[int], cache: KVCache, slot: int, heads: Heads) -> Tensor:
         """Fill row `slot` of the cache with `ids` from position 0, and return the logits after the last one, [V]."""

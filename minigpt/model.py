@@ -64,10 +64,12 @@ class MultiHeadAttention(nn.Module):
         upcast: bool = False,
     ) -> None:
         super().__init__()
-        if head_dim is None and embed_dim % n_head:
-            raise ValueError(f"embed_dim ({embed_dim}) must be a multiple of n_head ({n_head}), or give head_dim")
+        if head_dim is None:
+            if embed_dim % n_head:
+                raise ValueError(f"embed_dim ({embed_dim}) must be a multiple of n_head ({n_head}), or give head_dim")
+            head_dim = embed_dim // n_head
         self.n_head = n_head
-        self.head_dim = head_dim or embed_dim // n_head
+        self.head_dim = head_dim
         self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         self.upcast = upcast
         self.attention_dropout = attention_dropout
@@ -117,6 +119,8 @@ class MultiHeadAttention(nn.Module):
             start = cache.start
             k, v = cache.update(layer, k, v)
         S = k.shape[2]
+        if len(self.mask) < S:
+            raise PromptError(f"{S} tokens are more than the {len(self.mask)} that this attention was made for")
         # A token at position p sees what row p of the mask allows, so the rows to use are the new tokens' positions.
         if start is None and cache is not None:  # rows of different lengths: (B, T) positions -> (B, 1, T, S)
             return q, k, v, self.mask[cache.positions(T), :S].unsqueeze(1)
@@ -227,7 +231,7 @@ class GPT2(nn.Module):
         self.reset_parameters()
 
     def make_masks(self, device: torch.device | str | None = None) -> None:
-        """(Re)create the causal mask, one for all blocks, on `device`: it is in no checkpoint."""
+        """(Re)create the causal mask on `device`, one tensor for all blocks: it is in no checkpoint."""
         mask = causal_mask(self.config.n_positions, device or self.wte.weight.device)
         for module in self.modules():
             if isinstance(module, MultiHeadAttention):
@@ -272,7 +276,9 @@ class GPT2(nn.Module):
         ablate: (layer, head) pairs whose output is zeroed before W_O.
         Raises PromptError if there are more tokens than positions.
         """
-        T = ids.shape[1]
+        B, T = ids.shape
+        if cache is not None and len(cache.lengths) != B:
+            raise ValueError(f"the cache has {len(cache.lengths)} rows, but the ids have {B}")
         past = max(cache.lengths) if cache is not None else 0
         if past + T > self.config.n_positions:
             raise PromptError(f"{past + T} tokens are more than the model's {self.config.n_positions} positions")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import numbers
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minigpt.config import SamplingParams
-from minigpt.errors import PromptError, TokenizerError
+from minigpt.errors import CheckpointError, PromptError, TokenizerError
 from minigpt.sampling import check_params, draw, log_probabilities, process
 from minigpt.tokenizer import TextStream
 
@@ -67,7 +67,26 @@ def is_one_prompt(prompt: Any) -> bool:
         return True
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-    return len(prompt) > 0 and hasattr(prompt[0], "__index__")
+    return len(prompt) > 0 and isinstance(prompt[0], numbers.Integral) and not isinstance(prompt[0], bool)
+
+
+def encode(lm: LanguageModel, prompt: Prompt) -> list[int]:
+    """The token ids of a text or of a list of ids. Raises PromptError or TokenizerError."""
+    size = lm.config.vocab_size
+    if isinstance(prompt, str):
+        if lm.tokenizer is None:
+            raise TokenizerError("this model has no tokenizer: give token ids (on the command line with --ids)")
+        ids = lm.tokenizer.encode(prompt)
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+        if any(isinstance(item, bool) or not isinstance(item, numbers.Integral) for item in prompt):
+            raise PromptError(f"a prompt is text or a list of token ids, not {list(prompt)[:5]!r}")
+        ids = [int(item) for item in prompt]
+    else:
+        raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+    for item in ids:
+        if not 0 <= item < size:
+            raise PromptError(f"token id {item} is outside the vocabulary (0 to {size - 1})")
+    return ids
 
 
 class Request:
@@ -76,7 +95,7 @@ class Request:
     def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, index: int | None = None) -> None:
         try:
             check_params(params, lm.config.vocab_size)
-            self.ids = self._encode(lm, prompt)
+            self.ids = encode(lm, prompt) or [lm.bos_id()]  # an empty prompt starts from the beginning of a text
             limit = lm.config.n_positions
             if len(self.ids) > limit and params.overflow == "stop":
                 raise PromptError(
@@ -90,36 +109,13 @@ class Request:
         self.params = params
         self.logits: Tensor | None = None  # after the prompt, kept for its further samples
 
-    @staticmethod
-    def _encode(lm: LanguageModel, prompt: Prompt) -> list[int]:
-        """The prompt's token ids; an empty prompt is the beginning-of-text token."""
-        size = lm.config.vocab_size
-        if isinstance(prompt, str):
-            if lm.tokenizer is None:
-                raise TokenizerError("this model has no tokenizer: give the prompt as token ids")
-            ids = lm.tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            try:
-                ids = [operator.index(item) for item in prompt]  # type: ignore[arg-type]
-            except TypeError:
-                raise PromptError(f"a prompt is text or a list of token ids, not {list(prompt)[:5]!r}") from None
-        else:
-            raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-        for item in ids:
-            if not 0 <= item < size:
-                raise PromptError(f"token id {item} is outside the vocabulary (0 to {size - 1})")
-        bos = lm.config.bos_token_id
-        if not ids and (bos is None or not 0 <= bos < size):
-            raise PromptError("the prompt is empty, and the model has no beginning-of-text token to start from")
-        return ids or [bos]  # type: ignore[list-item]
-
 
 class Row:
     """One sequence being continued: its tokens, its random generator, and the text it may show."""
 
     def __init__(self, lm: LanguageModel, request: Request, sample: int) -> None:
         params = request.params
-        self.request, self.params = request, params
+        self.model, self.request, self.params = lm.model, request, params
         self.history = list(request.ids)  # prompt and drawn tokens: what the processors see
         self.limit = lm.config.n_positions
         self.slid = False
@@ -150,7 +146,11 @@ class Row:
     def accept(self, logits: Tensor) -> Step:
         """Draw a token from the logits [V] and work out what it shows and whether it is the last."""
         params, drawn = self.params, len(self.steps)
-        scores = process(logits, self.history, drawn, params, self.end_ids, self.missing_ids)
+        try:
+            scores = process(logits, self.history, drawn, params, self.end_ids, self.missing_ids)
+        except CheckpointError as error:
+            damaged = [name for name, weight in self.model.named_parameters() if not weight.isfinite().all()]
+            raise CheckpointError(f"{error}{f'; not finite: {damaged[0]}' if damaged else ''}") from None
         id = draw(scores, params, self.generator)
         logprob = None
         if params.logprobs is not None:

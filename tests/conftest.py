@@ -15,6 +15,12 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 torch.set_num_threads(1)  # the models are tiny: a second thread would only wait, above all on a busy machine
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, whatever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """The folder of published facts; the tests that need it skip without it."""

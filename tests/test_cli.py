@@ -17,6 +17,7 @@ import torch
 
 import minigpt
 from minigpt import GPT2, GPT2Config, Tokenizer
+from minigpt.arguments import make_parser
 from minigpt.cli import main
 
 GENERATE = ["generate", "--offline", "--device", "cpu"]
@@ -74,8 +75,8 @@ def test_json_holds_the_whole_record(run: Any, folder: Path) -> None:
     code, out, err = run(*GENERATE, "Caf\u00e9", "-n", "4", "--json", "--logprobs", "2", "--samples", "2")
     records = [json.loads(line) for line in out.splitlines()]
     assert (code, err, len(records)) == (0, "", 2)
-    keys = "id sample prompt prompt_ids text ids finish_reason seed logprobs model".split()
-    assert all(sorted(record) == sorted(keys) for record in records)
+    keys = ["id", "sample", "prompt", "prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs", "model"]
+    assert all(list(record) == keys for record in records)
     first = records[0]
     assert (first["prompt"], first["sample"], first["model"]) == ("Caf\u00e9", 0, str(folder))
     assert first["prompt_ids"] == Tokenizer.gpt2().encode("Caf\u00e9")
@@ -93,13 +94,22 @@ def test_ids_in_and_out(run: Any, folder: Path) -> None:
 def test_stats_go_to_stderr(run: Any) -> None:
     code, out, err = run(*GENERATE, "Hello", "-n", "5", "--stats", "--seed", "9", "--temperature", "1")
     assert code == 0 and out.endswith("\n")
-    for expected in ("prompt: 1 tokens in", "generation: 4 tokens in", "tokens per second", "peak memory:", "device: cpu"):
+    for expected in (
+        "prompt: 1 tokens in",
+        "generation: 4 tokens in",
+        "tokens per second",
+        "peak memory:",
+        "device: cpu",
+    ):
         assert expected in err
     assert "seed: 9" in err and "finish reason: length" in err
     fresh = run(*GENERATE, "Hello", "-n", "5", "--stats", "--temperature", "1")[2]
     seed = next(line.removeprefix("seed: ") for line in fresh.splitlines() if line.startswith("seed: "))
     assert seed.isdigit()  # the fresh seed is reported, so that the run can be repeated
-    assert "seed: 4, 5" in run(*GENERATE, "Hello", "-n", "2", "--stats", "--seed", "4", "--temperature", "1", "--samples", "2")[2]
+    assert (
+        "seed: 4, 5"
+        in run(*GENERATE, "Hello", "-n", "2", "--stats", "--seed", "4", "--temperature", "1", "--samples", "2")[2]
+    )
 
 
 def test_verbose_says_what_was_loaded(run: Any) -> None:
@@ -143,7 +153,7 @@ def test_every_way_to_give_the_prompt(run: Any, tmp_path: Path) -> None:
         ([], 2, "no prompt: give one of"),
         (["a", "-p", "b"], 2, "the prompt is given twice"),
         (["-p", "a", "-f", "b"], 2, "the prompt is given twice"),
-        (["-f", "/nowhere/prompt.txt"], 1, "prompt file /nowhere/prompt.txt: No such file"),
+        (["-f", "/nowhere/prompt.txt"], 1, "cannot read the prompt from /nowhere/prompt.txt: No such file"),
         (["a", "--temperature", "-1"], 2, "temperature must be"),
         (["a", "--temperature", "nan"], 2, "temperature must be"),
         (["a", "--top-p", "1.5"], 2, "top_p must be"),
@@ -156,7 +166,8 @@ def test_every_way_to_give_the_prompt(run: Any, tmp_path: Path) -> None:
         (["a", "--logit-bias", "5"], 2, "write it as ID=VALUE"),
         (["a", "--logit-bias", "99999=1"], 2, "logit_bias has token id 99999"),
         (["a", "--logprobs", "1"], 2, "--logprobs needs --json"),
-        (["a", "--threads", "0"], 2, "--threads must be at least 1"),
+        (["a", "--threads", "0"], 2, "--threads must be from 1 to 4096"),
+        (["a", "--threads", "99999999999"], 2, "--threads must be from 1 to 4096"),
         (["a", "--overflow", "wrap"], 2, "invalid choice"),
         (["a", "--no-such-option"], 2, "unrecognized arguments"),
         (["a", "--device", "gpu"], 1, "use auto, cpu, cuda or cuda:N"),
@@ -201,7 +212,18 @@ def test_info_shows_configuration_parameters_and_files(run: Any, folder: Path) -
     code, out, err = run("info", "--offline")
     assert (code, err) == (0, "")
     total = sum(parameter.numel() for parameter in minigpt.load(folder).model.parameters())
-    for expected in ("n_positions", "embeddings", "attention", "MLP", "norms", "head", f"{total:,}", "sha256", "F32", "MiB"):
+    for expected in (
+        "n_positions",
+        "embeddings",
+        "attention",
+        "MLP",
+        "norms",
+        "head",
+        f"{total:,}",
+        "sha256",
+        "F32",
+        "MiB",
+    ):
         assert expected in out
     record = json.loads(run("info", "--offline", "--json")[1])
     assert sum(record["parameters"].values()) == total
@@ -225,8 +247,12 @@ def test_help_is_quick_and_never_imports_torch() -> None:
 
 
 def test_every_option_is_described() -> None:
-    help = subprocess.run([sys.executable, "-m", "minigpt", "generate", "--help"], capture_output=True, text=True).stdout
-    assert help.count("\n  -") >= 30
+    commands = next(action for action in make_parser()._actions if action.choices)
+    help = subprocess.run(
+        [sys.executable, "-m", "minigpt", "generate", "--help"], capture_output=True, text=True
+    ).stdout
+    actions = [action for command in commands.choices.values() for action in command._actions]
+    assert len(actions) > 35 and all(action.help for action in actions)
     assert "[50]" in help and "[0.0]" in help and "(default: gpt2)" in " ".join(help.split())
 
 
@@ -284,3 +310,49 @@ def test_output_that_the_terminal_cannot_show_never_crashes(folder: Path, encodi
     out, err = running.communicate(timeout=60)
     assert (running.returncode, err) == (0, b"")
     assert out.startswith("\u3053\u3093".encode() if encoding == "utf-8" else b"?????")
+
+
+def test_every_decoding_option_reaches_the_library(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = minigpt.LanguageModel.generate_many
+    monkeypatch.setattr(
+        minigpt.LanguageModel,
+        "generate_many",
+        lambda lm, prompts, params: seen.append(params) or original(lm, prompts, params),
+    )
+    options = "--min-new-tokens 1 -n 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1"
+    options += " --no-repeat-ngram-size 4 --logit-bias 5=1.5 --logit-bias 6=-2 --stop a --stop b --ignore-eos --seed 8"
+    options += " --samples 2 --overflow slide --logprobs 1 --json"
+    assert run(*GENERATE, "x", *options.split())[0] == 0
+    expected = minigpt.SamplingParams(
+        min_new_tokens=1, max_new_tokens=2, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
+        no_repeat_ngram_size=4, logit_bias={5: 1.5, 6: -2.0}, stop=("a", "b"), stop_ids=(), seed=8, samples=2,
+        overflow="slide", logprobs=1,
+    )  # fmt: skip
+    assert seen == [expected]
+
+
+def test_text_for_a_model_without_a_tokenizer_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    minigpt.save(GPT2(GPT2Config(vocab_size=10, n_embd=4, n_head=1, n_layer=1, n_positions=8)), tmp_path / "m")
+    assert main([*GENERATE, "text", "-m", str(tmp_path / "m")]) == 1
+    assert "give token ids (on the command line with --ids)" in capsys.readouterr().err
+    assert main([*GENERATE, "--ids", "1 2", "-n", "3", "-m", str(tmp_path / "m")]) == 0
+    assert len(capsys.readouterr().out.split()) == 3
+
+
+def test_closed_standard_streams(folder: Path) -> None:
+    command = f"{sys.executable} -m minigpt generate --offline -m {folder} -n 1"
+    no_input = subprocess.run(f"{command} - <&-", shell=True, capture_output=True, text=True)
+    assert (no_input.returncode, no_input.stderr) == (1, "minigpt: error: standard input is closed\n")
+    no_output = subprocess.run(f"{command} hello >&-", shell=True, capture_output=True, text=True)
+    assert (no_output.returncode, no_output.stderr) == (0, "")
+
+
+def test_a_signal_leaves_no_broken_json(endless: list[str]) -> None:
+    running = process(*endless, "--json")
+    time.sleep(4)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out, err) == (130, b"", b"")

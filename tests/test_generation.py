@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,11 +198,10 @@ def test_the_official_layout_decodes_as_transformers_does(tmp_path: Path) -> Non
     lm = minigpt.load(tmp_path)
     prompt = Tokenizer.gpt2().encode("The quick brown fox jumps over the lazy dog")
     for options in ({}, {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 1}):
-        params = SamplingParams(max_new_tokens=64, stop_ids=(), **options)
         expected = theirs(reference, prompt, SamplingParams(max_new_tokens=64, min_new_tokens=64, **options))
         assert len(expected) == 64
         params = SamplingParams(max_new_tokens=64, min_new_tokens=64, **options)
-        assert_same(lm, prompt, lm.generate(prompt, params).ids, expected, params)
+        assert assert_same(lm, prompt, lm.generate(prompt, params).ids, expected, params) == 0
 
 
 # The published activations of a trained model
@@ -262,7 +263,7 @@ def test_a_prompt_of_p_tokens_gives_n_positions_minus_p_plus_one(lm: LanguageMod
 
 
 def test_a_prompt_over_the_context_names_both_numbers(lm: LanguageModel) -> None:
-    with pytest.raises(PromptError, match="^the prompt has 161 tokens, but the model's context is 160"):
+    with pytest.raises(PromptError, match=r"^the prompt has 161 tokens, but the model's context is 160"):
         lm.generate([3] * 161)
 
 
@@ -325,6 +326,7 @@ def test_min_new_tokens_bars_the_end_token_only() -> None:
         ([40, 8582, 25081, 0], "\U0001f642", "I"),  # an emoji made of two tokens
         ([464, 3290, 318], (" cat", "og i", " is"), "The d"),  # the first of several
         ([464, 3290, 318], "The", ""),
+        ([464, 8582], "\ufffd", "The"),  # found when the end of the ids leaves half a character
     ],
 )
 def test_a_stop_string_cuts_at_the_character_and_never_leaks(ids: list[int], stop: Any, text: str) -> None:
@@ -421,7 +423,7 @@ def test_an_id_outside_the_vocabulary_is_named_and_the_next_call_works(lm: Langu
     assert len(lm.generate([3], max_new_tokens=2, stop_ids=()).ids) == 2
 
 
-@pytest.mark.parametrize("bad", [3, None, {"a": 1}, b"text", [3, "a"], [3, 1.5], [[3], "text", 4.5]])
+@pytest.mark.parametrize("bad", [3, None, {"a": 1}, b"text", [3, "a"], [3, 1.5], [True], [[3], "text", 4.5]])
 def test_a_prompt_of_the_wrong_type_is_refused(gpt2_sized: LanguageModel, bad: Any) -> None:
     with pytest.raises(PromptError, match="a prompt is text or a list of token ids"):
         gpt2_sized.generate(bad)
@@ -433,7 +435,7 @@ def test_one_bad_prompt_among_many_is_named_before_anything_runs(gpt2_sized: Lan
 
 
 def test_without_a_tokenizer_only_ids_are_accepted(lm: LanguageModel) -> None:
-    with pytest.raises(TokenizerError, match="no tokenizer: give the prompt as token ids"):
+    with pytest.raises(TokenizerError, match="no tokenizer: give token ids"):
         lm.generate("text")
     with pytest.raises(TokenizerError, match="stop strings need a tokenizer"):
         lm.generate([3], stop="x")
@@ -442,7 +444,7 @@ def test_without_a_tokenizer_only_ids_are_accepted(lm: LanguageModel) -> None:
 
 def test_an_empty_prompt_needs_a_beginning_token() -> None:
     lm = LanguageModel(from_hf(hf_model(bos_token_id=None)))
-    with pytest.raises(PromptError, match="the prompt is empty"):
+    with pytest.raises(PromptError, match="no beginning-of-text token, so the text must not be empty"):
         lm.generate([[]])
 
 
@@ -456,8 +458,11 @@ def test_unknown_and_bad_parameters(lm: LanguageModel) -> None:
         lm.generate([3], temperature=-1)
     with pytest.raises(ValueError, match="suppress_tokens has token id 131"):
         lm.generate([3], suppress_tokens=[131])
-    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
-        lm.generate_many([[3]], batch_size=0)
+    for bad in (0, 2.5, True, "8"):
+        with pytest.raises(ValueError, match="batch_size must be"):
+            lm.generate_many([[3]], batch_size=bad)
+    with pytest.raises(ValueError, match="params must be SamplingParams"):
+        lm.generate([3], {"temperature": 1})  # type: ignore[arg-type]
 
 
 def test_overrides_apply_over_params_and_params_may_be_one_per_prompt(lm: LanguageModel) -> None:
@@ -513,9 +518,12 @@ def test_sample_j_uses_seed_plus_j_and_shares_the_prefill(lm: LanguageModel, mon
     alone = [lm.generate([3, 4, 5], temperature=1.0, max_new_tokens=12, seed=s).ids for s in (2**64 - 1, 0, 1, 2, 3)]
     prefills = []
     original = LanguageModel._prefill
-    monkeypatch.setattr(
-        LanguageModel, "_prefill", lambda self, ids, *rest: prefills.append(list(ids)) or original(self, ids, *rest)
-    )
+
+    def prefill(self: LanguageModel, ids: list[int], *rest: Any) -> Any:
+        prefills.append(list(ids))
+        return original(self, ids, *rest)
+
+    monkeypatch.setattr(LanguageModel, "_prefill", prefill)
     samples = lm.generate([3, 4, 5], temperature=1.0, max_new_tokens=12, seed=2**64 - 1, samples=5)
     assert [sample.seed for sample in samples] == [2**64 - 1, 0, 1, 2, 3]
     assert [sample.ids for sample in samples] == alone
@@ -549,6 +557,7 @@ def test_logprobs_are_the_raw_log_softmax(lm: LanguageModel) -> None:
         assert [token for token, _ in entry.top] == best.indices.tolist()
         history.append(id)
     assert lm.generate([3], max_new_tokens=2, logprobs=0).logprobs[0].top == []
+    assert len(lm.generate([3], max_new_tokens=2, logprobs=999).logprobs[0].top) == 131
     assert lm.generate([3], max_new_tokens=2).logprobs is None
 
 
@@ -591,6 +600,64 @@ def test_completions_come_in_input_order_and_prompts_are_read_as_needed(lm: Lang
     assert [c.prompt_ids for c in completions] == [[index] for index in range(1, 50)]
 
 
+@pytest.mark.parametrize("new", [0, 10])
+def test_what_waits_for_a_long_row_is_bounded(lm: LanguageModel, new: int) -> None:
+    """Rows that end at once must neither pull in every prompt nor starve the row that goes on."""
+    taken = []
+
+    def prompts() -> Iterator[list[int]]:
+        for index in itertools.count():
+            taken.append(index)
+            yield [3] if index == 0 else [4] * 160  # 160 tokens leave room for one more
+
+    completions = lm.generate_many(prompts(), batch_size=2, max_new_tokens=new, stop_ids=())
+    assert [len(completion.ids) for completion in itertools.islice(completions, 3)] == [new, min(new, 1), min(new, 1)]
+    assert len(taken) <= 4 * 2 + 3
+
+
+def test_a_bad_prompt_in_an_iterator_loses_nothing_before_it(lm: LanguageModel) -> None:
+    completions = lm.generate_many(iter([[3], [4], [999], [5]]), batch_size=4, max_new_tokens=5)
+    assert [next(completions).prompt_ids, next(completions).prompt_ids] == [[3], [4]]
+    with pytest.raises(PromptError, match="prompt 2: token id 999"):
+        next(completions)
+
+
+def test_many_prompts_with_samples_are_one_flat_list(lm: LanguageModel) -> None:
+    params = SamplingParams(samples=3, temperature=1.0, seed=5, max_new_tokens=4)
+    completions = lm.generate([[3], [4]], params)
+    assert [(c.prompt_ids, c.seed) for c in completions] == [([p], s) for p in (3, 4) for s in (5, 6, 7)]
+
+
+def test_more_samples_than_slots_after_a_slide() -> None:
+    lm = LanguageModel(from_hf(hf_model(vocab_size=131, n_positions=32)))
+    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 45, "overflow": "slide", "stop_ids": ()}
+    many = list(lm.generate_many([[3, 4]], SamplingParams(seed=1, samples=5, **options), batch_size=2))
+    assert [c.ids for c in many] == [lm.generate([3, 4], seed=1 + j, **options).ids for j in range(5)]
+
+
+def test_the_library_prints_nothing_and_changes_no_setting(
+    lm: LanguageModel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def settings() -> tuple[Any, ...]:
+        return (
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+        )
+
+    before = settings()
+    list(lm.generate_many([[3], [4]], temperature=1.0, max_new_tokens=5))
+    assert settings() == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_model_may_be_moved_after_loading() -> None:
+    lm = LanguageModel(from_hf(hf_model()))
+    lm.model.double()
+    assert lm.dtype == torch.float64 and len(lm.generate([3], max_new_tokens=3, stop_ids=()).ids) == 3
+
+
 def test_two_threads_share_one_model(lm: LanguageModel) -> None:
     solo = [lm.generate([k], temperature=1.0, seed=k, max_new_tokens=30).ids for k in range(4)]
     results: dict[int, list[int]] = {}
@@ -625,7 +692,13 @@ def test_ablate_switches_heads_off_for_one_call(lm: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "device, message", [("gpu", "use auto, cpu, cuda"), ("mps", "use auto"), ("cuda:99", "is not there")]
+    "device, message",
+    [
+        ("gpu", "use auto, cpu, cuda"),
+        ("mps", "use auto"),
+        ("cuda:99", "is not there"),
+        ("cuda:99999999999999999999", "use auto"),
+    ],
 )
 def test_a_device_that_is_not_there_is_one_clear_line(device: str, message: str) -> None:
     with pytest.raises(minigpt.DeviceError, match=message):
@@ -635,3 +708,29 @@ def test_a_device_that_is_not_there_is_one_clear_line(device: str, message: str)
 def test_a_dtype_that_the_device_lacks_names_the_ones_it_has() -> None:
     with pytest.raises(minigpt.DeviceError, match=r"dtype 'bfloat16' is not supported on cpu: use float32"):
         minigpt.load("demo", device="cpu", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision", "set_float32_matmul_precision", "none"])
+def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None:
+    """In a process of its own: newer PyTorch lets a program use only one of these settings."""
+    lines = {
+        "allow_tf32": "torch.backends.cuda.matmul.allow_tf32 = True",
+        "fp32_precision": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "set_float32_matmul_precision": "torch.set_float32_matmul_precision('high')",
+        "none": "pass",
+    }
+    code = "import torch, warnings; from minigpt.generation import _dtype; warnings.simplefilter('error')\n"
+    code += f"{lines[setting]}\ntry:\n    _dtype('float32', torch.device('cuda'))\nexcept UserWarning as w: print(w)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("" if setting == "none" else "TF32 is enabled")
+    assert bool(run.stdout) == (setting != "none")
+
+
+def test_loading_stays_clear_of_torch_dynamo(tmp_path: Path) -> None:
+    """Initialising on the meta device imports it, which takes longer than the rest of loading."""
+    from_hf_model = hf_model()
+    from_hf_model.save_pretrained(tmp_path)
+    code = (
+        f"import minigpt, sys; minigpt.load({str(tmp_path)!r}).generate([3]); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

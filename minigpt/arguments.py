@@ -1,0 +1,105 @@
+"""What the command line accepts: every command with its options, defaults and help. No torch here: --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from minigpt import __version__
+from minigpt.config import SamplingParams
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line. What it parses names its command in `command`."""
+    parser = argparse.ArgumentParser(prog="minigpt", description="GPT-2: generate text, and look at what it does.")
+    parser.add_argument("--version", action="version", version=f"minigpt {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_generate(commands)
+    tokenize = commands.add_parser("tokenize", help="show a text's tokens", description="Show a text's tokens.")
+    _add_prompt(tokenize)
+    _add_model(tokenize)
+    tokenize.add_argument("--json", action="store_true", help='one object a line: {"id": ..., "token": ...}')
+    tokenize.set_defaults(command="tokenize")
+    about = "show a model's configuration, size and files"
+    info = commands.add_parser("info", help=about, description=about.capitalize() + ".")
+    _add_model(info)
+    info.add_argument("--json", action="store_true", help="one JSON object")
+    info.set_defaults(command="info")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-m",
+        "--model",
+        default="gpt2",
+        help="demo; gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2; a folder (./name); or a hub id (default: gpt2)",
+    )
+    group.add_argument("--revision", help="a branch, tag or commit on the hub")
+    group.add_argument("--offline", action="store_true", help="use no network, only files that are already here")
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompt (one of)")
+    group.add_argument("text", nargs="?", metavar="PROMPT", help="the text; - reads it from standard input")
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="the text (write --prompt=TEXT if it begins with a dash)")
+    group.add_argument("-f", "--file", metavar="FILE", help="a UTF-8 file; its final newline is dropped")
+    group.add_argument("--special", action="store_true", help="read <|endoftext|> in the text as the special token")
+
+
+def _add_generate(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "generate", help="continue a prompt", description="Continue a prompt. Greedy unless --temperature is above 0."
+    )
+    parser.set_defaults(command="generate")
+    parser.add_argument("--version", action="version", version=f"minigpt {__version__}")
+    _add_prompt(parser)
+    _add_model(parser)
+    fields = SamplingParams()
+    group = parser.add_argument_group("decoding (defaults in brackets)")
+
+    def option(name: str, type: type, help: str, *short: str, **more: Any) -> None:
+        default = getattr(fields, name)
+        shown = "" if default is None else f" [{default}]"
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(*short, flag, type=type, default=default, help=help + shown, **more)
+
+    option("max_new_tokens", int, "the most tokens to draw", "-n", metavar="N")
+    option("min_new_tokens", int, "no end token before this many", metavar="N")
+    option("temperature", float, "0 is greedy; above 0 samples", metavar="T")
+    option("top_k", int, "sample from the K most likely tokens; 0 from all", metavar="K")
+    option("top_p", float, "sample from the smallest set that reaches probability P", metavar="P")
+    option("min_p", float, "drop tokens less likely than P times the likeliest", metavar="P")
+    option("repetition_penalty", float, "above 1 discourages tokens already used", metavar="R")
+    option("no_repeat_ngram_size", int, "no run of N tokens twice; 0 is off", metavar="N")
+    option("seed", int, "makes sampling repeatable (on one kind of device) [a fresh one]", metavar="N")
+    option("samples", int, "completions to give; sample J uses seed + J", metavar="N")
+    option("overflow", str, "at the context limit: stop, or slide and go on", choices=("stop", "slide"))
+    group.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=V", help="add V to a logit")
+    group.add_argument("--stop", action="append", default=[], metavar="S", help="stop before this text (repeatable)")
+    group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
+
+    group = parser.add_argument_group("output")
+    group.add_argument("--ids", action="store_true", help="token ids in (as the prompt) and out, instead of text")
+    group.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
+    group.add_argument("--json", action="store_true", help="one JSON object a line for each completion")
+    group.add_argument("--logprobs", type=int, metavar="K", help="with --json: log-probabilities, also of the K best")
+    group.add_argument("--stats", action="store_true", help="speed, memory and seed on stderr")
+    group.add_argument("-v", "--verbose", action="store_true", help="what was loaded, on stderr")
+
+    group = parser.add_argument_group("machine")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
+    group.add_argument("--dtype", default="float32", help="float32; on CUDA also float16, bfloat16 [float32]")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads [PyTorch's choice]")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """--logit-bias ID=V."""
+    id, sign, value = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"write it as ID=VALUE, not {text!r}")
+    try:
+        return int(id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"write it as ID=VALUE with numbers, not {text!r}") from None

@@ -1,0 +1,307 @@
+"""A checkpoint's files: check the config and the weights, read them into a GPT2, write one.
+
+Only safetensors is read: a pickle can run code when it is opened, so it never is. Nothing is taken on trust: names,
+shapes and dtypes in the weight file's header are compared with config.json before any memory is taken, and a problem is
+one CheckpointError that names the file. Where the folder comes from (a path, an alias, the hub) is in hub.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import mmap
+import os
+import re
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from minigpt.config import GPT2Config
+from minigpt.errors import CheckpointError
+from minigpt.hub import INDEX, PICKLES, WEIGHTS, read_json
+from minigpt.hub import locate as locate  # exported again: whoever loads a checkpoint needs it too
+from minigpt.hub import weight_files as weight_files
+from minigpt.model import GPT2
+
+# How weights are stored: any float format; the names may carry the prefixes of wrappers; older files hold causal masks.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PREFIX = re.compile(r"^(module\.|transformer\.)+")
+_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # not attn.c_attn.bias, which is a parameter
+# OpenAI's Conv1D keeps its weight as (in, out), torch's Linear as (out, in).
+_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def read_config(folder: Path) -> GPT2Config:
+    """The folder's config.json. Raises CheckpointError if it is missing, damaged, or not of a model that can be run."""
+    path = folder / "config.json"
+    try:
+        return GPT2Config.from_dict(read_json(path))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def end_ids(folder: Path, config: GPT2Config) -> tuple[int, ...]:
+    """The ids that end a text: eos_token_id of generation_config.json, else of config.json, if in the vocabulary."""
+    path = folder / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if os.path.isfile(path) else None
+    try:
+        value = config.eos_token_id if found is None else replace(config, eos_token_id=found).eos_token_id
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    ids = value if isinstance(value, tuple) else () if value is None else (value,)
+    return tuple(id for id in ids if 0 <= id < config.vocab_size)
+
+
+class _Stored(NamedTuple):
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # its first byte in the file
+    end: int
+
+
+def _header(path: Path) -> dict[str, _Stored]:
+    """The tensors of a safetensors file, by their names in it. Reads the header only."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # the library checks it all: sizes, overlaps, gaps, the file's length
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} {_damage(path, error)}") from error
+    header.pop("__metadata__", None)
+    return {
+        name: _Stored(path, item["dtype"], tuple(item["shape"]), *(8 + length + at for at in item["data_offsets"]))
+        for name, item in header.items()
+    }
+
+
+def _damage(path: Path, error: Exception) -> str:
+    """What is wrong with a file that is not safetensors, and the cure."""
+    with open(path, "rb") as file:
+        start = file.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the weights: run `git lfs pull`, or download it again"
+    if start.startswith((b"PK\x03\x04", b"\x80")) and start[8:9] != b"{":  # (128 may also be the length of a header)
+        return "is a pickle under another name, which is never opened: convert it to safetensors with transformers"
+    # The cache holds links: to download again, the file that they point to has to go.
+    return f"is incomplete or not a safetensors file ({error}): delete {path.resolve()} and download it again"
+
+
+def _tensors(folder: Path) -> dict[str, _Stored]:
+    """All stored tensors by their plain names, without prefixes and masks."""
+    tensors: dict[str, _Stored] = {}
+    for path in weight_files(folder):
+        for stored, item in _header(path).items():
+            name = _PREFIX.sub("", stored.replace("_orig_mod.", ""))
+            if _MASK.search(name):
+                continue
+            if name in tensors:
+                raise CheckpointError(f"{path} has {name} as {stored}, but {tensors[name].file.name} has it already")
+            tensors[name] = item
+    return tensors
+
+
+def _shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the official layout with its shape, (in, out) for the weights in _TRANSPOSED."""
+    E, inner = config.n_embd, config.inner_dim
+    block = {
+        "ln_1.weight": (E,),
+        "ln_1.bias": (E,),
+        "attn.c_attn.weight": (E, 3 * E),
+        "attn.c_attn.bias": (3 * E,),
+        "attn.c_proj.weight": (E, E),
+        "attn.c_proj.bias": (E,),
+        "ln_2.weight": (E,),
+        "ln_2.bias": (E,),
+        "mlp.c_fc.weight": (E, inner),
+        "mlp.c_fc.bias": (inner,),
+        "mlp.c_proj.weight": (inner, E),
+        "mlp.c_proj.bias": (E,),
+    }
+    return {
+        "wte.weight": (config.vocab_size, E),
+        "wpe.weight": (config.n_positions, E),
+        **{f"h.{layer}.{name}": shape for layer in range(config.n_layer) for name, shape in block.items()},
+        "ln_f.weight": (E,),
+        "ln_f.bias": (E,),
+        **({} if config.tie_word_embeddings else {"lm_head.weight": (config.vocab_size, E)}),
+    }
+
+
+def _problems(config: GPT2Config, tensors: dict[str, _Stored]) -> list[str]:
+    """How the stored tensors differ from what config.json calls for."""
+    problems = []
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("h.")}
+    if len(blocks) != config.n_layer:
+        problems.append(f"n_layer is {config.n_layer} but {len(blocks)} blocks are stored")
+        if config.n_layer > len(tensors):
+            return problems  # too many to list, perhaps too many for the memory
+    expected = _shapes(config)
+    if config.tie_word_embeddings and "lm_head.weight" in tensors:
+        expected["lm_head.weight"] = expected["wte.weight"]
+    for name, field in (("wte.weight", "vocab_size"), ("wpe.weight", "n_positions")):
+        if name in tensors and tensors[name].shape[:1] != expected[name][:1]:
+            problems.append(f"{field} is {getattr(config, field)} but {name} has {tensors[name].shape[0]} rows")
+    for name in expected:
+        if name not in tensors:
+            problems.append(f"{name} is missing")
+        elif tensors[name].shape != expected[name]:
+            problems.append(f"{name} has the shape {list(tensors[name].shape)}, not {list(expected[name])}")
+    problems += [f"{name} is not known" for name in tensors if name not in expected]
+    problems += [
+        f"{name} is {item.dtype}, not one of {', '.join(_DTYPES)}"
+        for name, item in tensors.items()
+        if name in expected and item.dtype not in _DTYPES
+    ]
+    return problems
+
+
+def load_model(folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> GPT2:
+    """The model in `folder`, in eval mode, without gradients, in `dtype` on `device` whatever format is stored.
+
+    Tied or not is what config.json says, but a head that is stored and differs from wte is used, as transformers does.
+    Raises CheckpointError.
+    """
+    config = read_config(folder)
+    tensors = _tensors(folder)
+    if config.tie_word_embeddings and "wte.weight" not in tensors and "lm_head.weight" in tensors:
+        tensors["wte.weight"] = tensors.pop("lm_head.weight")
+    problems = _problems(config, tensors)
+    if problems:
+        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError(f"{folder}: the weights do not fit config.json: {'; '.join(problems[:10])}{more}")
+    try:
+        if config.tie_word_embeddings and "lm_head.weight" in tensors:
+            head, wte = tensors["lm_head.weight"], tensors["wte.weight"]
+            if head.dtype == wte.dtype and torch.equal(_map(head), _map(wte)):
+                del tensors["lm_head.weight"]
+            else:
+                config = replace(config, tie_word_embeddings=False)
+        state = {name: _read(name, item, device, dtype) for name, item in tensors.items()}
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the weights cannot be read: {error.strerror or error}") from error
+    model = empty_model(config)
+    model.load_state_dict(state, assign=True)
+    model.make_masks(device)
+    return model.requires_grad_(False).eval()
+
+
+def empty_model(config: GPT2Config) -> GPT2:
+    """A GPT2 that has shapes but no memory (on the meta device), to be given a checkpoint's weights."""
+
+    class ShapesOnly(TorchFunctionMode):
+        """Leaves initialisation out: on the meta device it would import torch._dynamo, which takes a second."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.tril or getattr(func, "__module__", None) == "torch.nn.init":
+                return args[0] if args else None
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("meta"), ShapesOnly():
+        return GPT2(config)
+
+
+def _map(item: _Stored) -> Tensor:
+    """The tensor as it lies in the file: memory that the system fills from the file when it is first read.
+
+    Writes to it are private to this process. The file may be deleted meanwhile, but not be changed in place.
+    """
+    # Each tensor has its own mapping, which ends with it: one of the whole file would keep all that was read resident.
+    first = item.start - item.start % mmap.ALLOCATIONGRANULARITY
+    with open(item.file, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), item.end - first, access=mmap.ACCESS_COPY, offset=first)
+    count = math.prod(item.shape)
+    return torch.frombuffer(mapped, dtype=_DTYPES[item.dtype], count=count, offset=item.start - first).view(item.shape)
+
+
+def _read(name: str, item: _Stored, device: str | torch.device, dtype: torch.dtype) -> Tensor:
+    """The tensor as the model wants it. In the stored dtype on the CPU, that is the file itself, nothing copied.
+
+    The official files are not aligned to 4 bytes; measured on x86, that costs nothing.
+    """
+    tensor = _map(item).to(device, dtype)
+    return tensor.t() if name.endswith(_TRANSPOSED) else tensor
+
+
+def save(model: GPT2, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    """Write `model` as OpenAI's checkpoints are: config.json, generation_config.json and model.safetensors.
+
+    dtype: a float format for the file, the model's own where not given. A vocabulary is not written: copy it beside.
+    transformers loads the result. Every file appears whole or not at all, config.json last.
+
+    Raises CheckpointError if the folder holds a model already, ValueError for a dtype that is no float.
+    """
+    folder, dtype = Path(folder), dtype or model.wte.weight.dtype
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPE_NAMES))}, not {dtype}")
+    names = ("config.json", "generation_config.json", INDEX, "*.safetensors", *PICKLES)
+    present = [path.name for name in names for path in folder.glob(name)]
+    if present:
+        raise CheckpointError(f"{folder} holds a model already ({present[0]}): choose another folder")
+    tokens = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.to_dict()["eos_token_id"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+        temp = Path(temporary)
+        _write_weights(temp / WEIGHTS, model, dtype)
+        (temp / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
+        (temp / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
+        for name in (WEIGHTS, "generation_config.json", "config.json"):
+            os.replace(temp / name, folder / name)
+
+
+def _write_weights(path: Path, model: GPT2, dtype: torch.dtype) -> None:
+    """A safetensors file, tensor by tensor: the library would need numpy, and the whole file in memory."""
+    shapes, end = _shapes(model.config), 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    state = model.state_dict()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in shapes:
+            tensor = state[name].t() if name.endswith(_TRANSPOSED) else state[name]
+            data = tensor.to("cpu", dtype).contiguous()
+            file.write((ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr()))
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What the weight files hold, for `info`: each one's name, bytes and sha256; tensors, dtypes, bytes in all.
+
+    Raises CheckpointError as loading would for a damaged file.
+    """
+    paths = weight_files(folder)
+    dtypes = Counter(item.dtype for path in paths for item in _header(path).values())
+    files = [{"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths]
+    return {
+        "files": files,
+        "tensors": sum(dtypes.values()),
+        "dtypes": dict(dtypes),
+        "bytes": sum(path.stat().st_size for path in paths),
+    }
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,88 @@
+"""Scoring: log-probabilities and the sliding-window procedure against transformers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny import from_hf, hf_model
+
+from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, Tokenizer, TokenizerError
+
+
+@torch.no_grad()
+def test_logprobs_equal_transformers() -> None:
+    reference = hf_model()
+    lm = LanguageModel(from_hf(reference))
+    ids = torch.randint(0, 64, (32,)).tolist()
+    expected = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+    score = lm.score(ids)
+    assert score.ids == ids and len(score.logprobs) == 31
+    for at, logprob in enumerate(score.logprobs):
+        assert abs(logprob - expected[at, ids[at + 1]]) < 1e-4  # of up to 40; measured: 1e-5
+    loss = reference(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item()
+    assert abs(score.mean + loss) < 1e-4
+    assert math.isclose(score.total, sum(score.logprobs), abs_tol=1e-9)
+    assert math.isclose(score.perplexity, math.exp(-score.mean))
+    assert score.bits_per_byte is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stride", [1, 7, 16, 31, 32])
+@pytest.mark.parametrize("length", [10, 32, 33, 100])
+def test_strides_score_each_token_as_the_published_procedure_does(stride: int, length: int) -> None:
+    """The loop of https://huggingface.co/docs/transformers/perplexity, with each token's own loss."""
+    reference = hf_model()
+    ids = torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(length))
+    expected: list[float] = []
+    previous = 0
+    for begin in range(0, length, stride):
+        end = min(begin + 32, length)
+        labels = ids[:, begin:end].clone()
+        labels[:, : -(end - previous)] = -100
+        logits = reference(ids[:, begin:end]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="none")
+        expected += (-losses[labels[0, 1:] >= 0]).tolist()
+        previous = end
+        if end == length:
+            break
+    score = LanguageModel(from_hf(reference)).score(ids[0].tolist(), stride=stride)
+    assert len(score.logprobs) == len(expected)
+    assert max(abs(a - b) for a, b in zip(score.logprobs, expected, strict=True)) < 1e-4
+    assert (len(expected) == length - 1) == (stride < 32 or length <= 32)
+
+
+def test_text_beginning_tokens_and_bytes() -> None:
+    torch.manual_seed(0)
+    lm = LanguageModel(GPT2(GPT2Config(n_embd=8, n_head=1, n_layer=1, n_positions=16)), Tokenizer.gpt2())
+    score = lm.score("The dog", bos=True)
+    assert score.ids == [50256, 464, 3290] and len(score.logprobs) == 2
+    assert score.bits_per_byte is not None
+    assert math.isclose(score.bits_per_byte, -score.total / math.log(2) / len("The dog"))
+    assert lm.score("").ids == [] and lm.score("", bos=True).ids == [50256]
+    single = lm.score("The")
+    assert single.logprobs == [] and math.isnan(single.mean) and single.bits_per_byte is None
+
+
+def test_ablation_changes_the_score_of_that_call_only() -> None:
+    lm = LanguageModel(from_hf(hf_model()))
+    ids = [3, 5, 8, 13]
+    plain = lm.score(ids)
+    assert lm.score(ids, ablate=["1.2"]).total != plain.total
+    assert lm.score(ids) == plain
+
+
+def test_bad_input() -> None:
+    lm = LanguageModel(from_hf(hf_model()))
+    with pytest.raises(PromptError, match="the text has 33 tokens, but the model's context is 32: give a stride"):
+        lm.score([3] * 33)
+    with pytest.raises(ValueError, match="stride must be from 1 to 32, not 33"):
+        lm.score([3], stride=33)
+    for bad in (0, 1.5, "a", True):
+        with pytest.raises(ValueError, match="stride must be"):
+            lm.score([3], stride=bad)  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="token id 64 is outside"):
+        lm.score([64])
+    with pytest.raises(TokenizerError, match="no tokenizer"):
+        lm.score("text")
