@@ -114,7 +114,7 @@ def test_upcast_takes_scores_and_softmax_in_float32() -> None:
     """Visible in half precision only."""
     module, plain = (attention(upcast=flag).to(torch.bfloat16) for flag in (True, False))
     x = torch.randn(2, 12, 24).bfloat16()
-    q, k, v = (part.view(2, 12, 3, 8).transpose(1, 2) for part in module.c_attn(x).split(24, dim=-1))
+    q, k, _ = (part.view(2, 12, 3, 8).transpose(1, 2) for part in module.c_attn(x).split(24, dim=-1))
     scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(8)
     expected = scores.masked_fill(~torch.tril(torch.ones(12, 12, dtype=torch.bool)), -math.inf).softmax(-1).bfloat16()
     out, weights = module.written_out(x)
