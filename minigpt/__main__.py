@@ -1,7 +1,19 @@
 """`python -m minigpt`."""
 
+import os
+import signal
 import sys
 
-from minigpt.cli import main
 
-sys.exit(main())
+def start() -> int:
+    """The command `minigpt`: ends quietly on Ctrl-C and SIGTERM while Python starts and while it shuts down, too."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: os._exit(128 + number))
+    from minigpt.cli import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(start())

@@ -9,9 +9,16 @@ from minigpt import __version__
 from minigpt.config import SamplingParams
 
 
+class _Parser(argparse.ArgumentParser):
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and arg_strings == ["--"]:  # older versions of argparse make --option=-- an empty list
+            return self._get_value(action, "--")
+        return super()._get_values(action, arg_strings)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line. What it parses names its command in `command`."""
-    parser = argparse.ArgumentParser(prog="minigpt", description="GPT-2: generate text, and look at what it does.")
+    parser = _Parser(prog="minigpt", description="GPT-2: generate text, and look at what it does.")
     parser.add_argument("--version", action="version", version=f"minigpt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_generate(commands)

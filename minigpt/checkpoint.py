@@ -75,7 +75,7 @@ class _Stored(NamedTuple):
 def _header(path: Path) -> dict[str, _Stored]:
     """The tensors of a safetensors file, by their names in it. Reads the header only."""
     try:
-        with safe_open(path, framework="pt"):
+        with open(path, "rb"), safe_open(path, framework="pt"):
             pass  # the library checks it all: sizes, overlaps, gaps, the file's length
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -99,8 +99,9 @@ def _damage(path: Path, error: Exception) -> str:
         return "is a Git LFS pointer, not the weights: run `git lfs pull`, or download it again"
     if start.startswith((b"PK\x03\x04", b"\x80")) and start[8:9] != b"{":  # (128 may also be the length of a header)
         return "is a pickle under another name, which is never opened: convert it to safetensors with transformers"
-    # The cache holds links: to download again, the file that they point to has to go.
-    return f"is incomplete or not a safetensors file ({error}): delete {path.resolve()} and download it again"
+    # Hugging Face's cache holds links: to download again, the file that they point to has to go.
+    victim = path.resolve() if path.resolve().parent.name == "blobs" else path
+    return f"is incomplete or not a safetensors file ({error}): delete {victim} and download it again"
 
 
 def _tensors(folder: Path) -> dict[str, _Stored]:
@@ -156,7 +157,7 @@ def _problems(config: GPT2Config, tensors: dict[str, _Stored]) -> list[str]:
     if config.tie_word_embeddings and "lm_head.weight" in tensors:
         expected["lm_head.weight"] = expected["wte.weight"]
     for name, field in (("wte.weight", "vocab_size"), ("wpe.weight", "n_positions")):
-        if name in tensors and tensors[name].shape[:1] != expected[name][:1]:
+        if name in tensors and tensors[name].shape[1:] and tensors[name].shape[:1] != expected[name][:1]:
             problems.append(f"{field} is {getattr(config, field)} but {name} has {tensors[name].shape[0]} rows")
     for name in expected:
         if name not in tensors:
@@ -172,6 +173,18 @@ def _problems(config: GPT2Config, tensors: dict[str, _Stored]) -> list[str]:
     return problems
 
 
+def check(folder: Path, config: GPT2Config) -> dict[str, _Stored]:
+    """Where each weight lies, by its plain name. Raises CheckpointError if they are not what config.json calls for."""
+    tensors = _tensors(folder)
+    if config.tie_word_embeddings and "wte.weight" not in tensors and "lm_head.weight" in tensors:
+        tensors["wte.weight"] = tensors.pop("lm_head.weight")
+    problems = [problem if len(problem) < 300 else problem[:300] + "..." for problem in _problems(config, tensors)]
+    if problems:
+        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError(f"{folder}: the weights do not fit config.json: {'; '.join(problems[:10])}{more}")
+    return tensors
+
+
 def load_model(folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> GPT2:
     """The model in `folder`, in eval mode, without gradients, in `dtype` on `device` whatever format is stored.
 
@@ -179,13 +192,7 @@ def load_model(folder: Path, *, device: str | torch.device = "cpu", dtype: torch
     Raises CheckpointError.
     """
     config = read_config(folder)
-    tensors = _tensors(folder)
-    if config.tie_word_embeddings and "wte.weight" not in tensors and "lm_head.weight" in tensors:
-        tensors["wte.weight"] = tensors.pop("lm_head.weight")
-    problems = _problems(config, tensors)
-    if problems:
-        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"{folder}: the weights do not fit config.json: {'; '.join(problems[:10])}{more}")
+    tensors = check(folder, config)
     try:
         if config.tie_word_embeddings and "lm_head.weight" in tensors:
             head, wte = tensors["lm_head.weight"], tensors["wte.weight"]

@@ -37,6 +37,8 @@ class _Stopped(KeyboardInterrupt):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Usage errors and --help raise SystemExit, as argparse does."""
+    if sys.stderr is None:  # closed: print would take standard output for it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" in its place
@@ -59,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(2, str(error))
     except MemoryError:
         return _fail(1, "out of memory: use a smaller model or a smaller batch")
+    except ImportError as error:
+        return _fail(1, f"{error}: the installation is broken, or there is too little memory to load it")
     except OSError as error:
         return _fail(1, f"{error.filename or 'output'}: {error.strerror or error}")
     except RuntimeError as error:
@@ -69,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(code: int, message: str) -> int:
-    print("minigpt: error:", " ".join(message.split("\n")), file=sys.stderr)
+    # One line of plain characters, whatever a file's names hold.
+    plain = "".join(char if char.isprintable() else " " for char in message[:2000])
+    print("minigpt: error:", plain, file=sys.stderr)
     return code
 
 
@@ -116,7 +122,9 @@ def _prompt(args: argparse.Namespace) -> str:
         else:
             data = sys.stdin.buffer.read()
     except OSError as error:
-        raise PromptError(f"cannot read the prompt from {name}: {error.strerror}") from None
+        raise PromptError(f"cannot read the prompt from {name or repr(name)}: {error.strerror}") from None
+    if data is None:
+        raise PromptError("standard input has nothing to read yet, and is not one to wait for (it is non-blocking)")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -308,6 +316,7 @@ def _info(args: argparse.Namespace) -> None:
 
     folder = checkpoint.locate(args.model, revision=args.revision, offline=args.offline, progress=True)
     config = checkpoint.read_config(folder)
+    checkpoint.check(folder, config)
     counts = checkpoint.empty_model(config).parameter_counts()
     total = sum(counts.values())
     files = checkpoint.describe(folder)

@@ -21,6 +21,13 @@ _ALIASES = {
 _REFUSED = ("add_cross_attention", "pruned_heads", "quantization_config")
 # The largest size that a config may give: a larger one is a slip, not a model.
 _MAX_SIZE = 2**31 - 1
+_MAX_POSITIONS = 2**15  # the causal mask has n_positions^2 bytes: 1 GiB here
+
+
+def shown(value: Any) -> str:
+    """`value` for a message: never too long, and never an error of its own (as a number of 5000 digits is)."""
+    huge = isinstance(value, int) and value.bit_length() > 10_000
+    return f"a number of {value.bit_length()} bits" if huge else repr(value)[:500]
 
 
 def integer(name: str, value: Any, low: float, high: float = math.inf) -> int:
@@ -30,22 +37,22 @@ def integer(name: str, value: Any, low: float, high: float = math.inf) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise ValueError(f"{name} must be an integer, not {value!r}")
+        raise ValueError(f"{name} must be an integer, not {shown(value)}")
     if not low <= number <= high:
         bound = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-        raise ValueError(f"{name} must be {bound}, not {value!r}")
+        raise ValueError(f"{name} must be {bound}, not {shown(value)}")
     return number
 
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """`value` as a finite float in [low, high], else a ValueError that names both."""
     try:
-        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+        number = math.nan if isinstance(value, (bool, str, bytes)) or type(value).__name__ == "bool" else float(value)
     except (TypeError, ValueError, OverflowError):  # a list, an array of several numbers, 10**400
         number = math.nan
     if not math.isfinite(number) or not low <= number <= high:
         bound = f" from {low:g} to {high:g}" if high < math.inf else f" of at least {low:g}" if low > -math.inf else ""
-        raise ValueError(f"{name} must be a finite number{bound}, not {value!r}")
+        raise ValueError(f"{name} must be a finite number{bound}, not {shown(value)}")
     return number
 
 
@@ -77,7 +84,8 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            self._set(name, integer(name, getattr(self, name), 1, _MAX_SIZE))
+            limit = _MAX_POSITIONS if name == "n_positions" else _MAX_SIZE
+            self._set(name, integer(name, getattr(self, name), 1, limit))
         if self.n_inner is not None:
             self._set("n_inner", integer("n_inner", self.n_inner, 1, _MAX_SIZE))
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):

@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +96,14 @@ def _tf32_enabled() -> bool:
     return bool(matmul.allow_tf32) if precision in (None, "none") else precision == "tf32"
 
 
+@contextmanager
+def _inference(model: GPT2) -> Iterator[None]:
+    """Inference, whatever the host program is in the middle of: training mode, autocast, gradients."""
+    model.eval()
+    with torch.inference_mode(), torch.autocast(model.wte.weight.device.type, enabled=False):
+        yield
+
+
 BATCH_SIZE = 8
 Heads = Collection[tuple[int, int]]  # (layer, head) pairs to switch off
 
@@ -175,7 +184,7 @@ class LanguageModel:
         params = replace(params or SamplingParams(), **overrides)
         if params.samples != 1:
             raise ValueError(f"stream gives one sample, not {params.samples}: use generate for several")
-        if not is_one_prompt(prompt):
+        if not is_one_prompt(prompt) and len(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
         row = Row(self, Request(self, prompt, params), 0)
         return (step for _, step in self._run(iter([row]), 1, self._heads(ablate)) if step)
@@ -201,7 +210,8 @@ class LanguageModel:
         ids = [*([self.bos_id()] if bos else []), *encode(self, text)]
         if len(ids) > size and stride is None:
             raise PromptError(f"the text has {len(ids)} tokens, but the model's context is {size}: give a stride")
-        scored, logprobs = scoring.log_probabilities(self.model, ids, stride, self._heads(ablate))
+        with _inference(self.model):
+            scored, logprobs = scoring.log_probabilities(self.model, ids, stride, self._heads(ablate))
         tokenizer = self.tokenizer
         n_bytes = None if tokenizer is None else sum(len(tokenizer.token_bytes(id)) for id in scored)
         return scoring.summarise(ids, logprobs, n_bytes)
@@ -222,7 +232,7 @@ class LanguageModel:
         overrides: dict[str, Any],
     ) -> Iterator[Completion]:
         """Check what can be checked now, and return the iterator that does the work."""
-        batch_size = integer("batch_size", batch_size, 1)
+        batch_size = integer("batch_size", batch_size, 1, 4096)
         if isinstance(prompts, str):
             raise PromptError("generate_many takes a list of prompts: use generate for one")
         if params is None or isinstance(params, SamplingParams):
@@ -291,18 +301,19 @@ class LanguageModel:
                     cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=self.dtype)
                     cache.lengths = []
                 cache.reserve(row.max_len)
-                logits = self._admit(row, active, cache, heads)
+                with _inference(self.model):
+                    logits = self._admit(row, active, cache, heads)
                 active.append(row)
                 yield row, row.accept(logits)
                 self._drop_finished(active, cache)
             if not active or cache is None:
                 return
-            logits = self._decode(active, cache, heads)
+            with _inference(self.model):
+                logits = self._decode(active, cache, heads)
             for index, row in enumerate(active):
                 yield row, row.accept(logits[index])
             self._drop_finished(active, cache)
 
-    @torch.inference_mode()
     def _admit(self, row: Row, active: list[Row], cache: KVCache, heads: Heads) -> Tensor:
         """Fill the next slot of the cache, by prefill or from an active sample of the same prompt. Gives logits [V]."""
         slot = len(active)
@@ -324,7 +335,6 @@ class LanguageModel:
         cache.lengths[slot] = view.lengths[0]
         return self.model.head(hidden[0, -1])
 
-    @torch.inference_mode()
     def _decode(self, active: list[Row], cache: KVCache, heads: Heads) -> Tensor:
         """Feed each row's last token; returns the logits after it, [B,V]."""
         for slot, row in enumerate(active):

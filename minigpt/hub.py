@@ -242,7 +242,9 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in _shards(folder / INDEX)]
         missing = [path.name for path in files if not os.path.isfile(path)]
         if missing:
-            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, listed in {INDEX}: download it again")
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            names = ", ".join(missing[:5]) + more
+            raise CheckpointError(f"{folder} lacks {names}, listed in {INDEX}: download it again")
         return files
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:

@@ -47,7 +47,6 @@ def windows(n_tokens: int, size: int, stride: int) -> Iterator[tuple[int, int, i
             return
 
 
-@torch.inference_mode()
 def log_probabilities(
     model: GPT2, ids: list[int], stride: int | None = None, ablate: Collection[tuple[int, int]] = ()
 ) -> tuple[list[int], list[float]]:

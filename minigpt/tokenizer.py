@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import index
 from pathlib import Path
-from types import MappingProxyType
 
 import tiktoken
 
@@ -25,7 +24,7 @@ _LONG_RUN = 500_000
 class Tokenizer:
     """Byte-level BPE with GPT-2's rules. `id in tokenizer`: whether the id exists (padded vocabularies have gaps).
 
-    n_vocab: the largest id + 1.        special_tokens: {text: id} of the tokens that need special=True.
+    n_vocab: the largest id + 1.
     """
 
     def __init__(self, vocabulary: Vocabulary, added: Mapping[str, Added]) -> None:
@@ -43,7 +42,6 @@ class Tokenizer:
         groups = [[re.escape(text) for text in texts if added[text].normalized is last] for last in (False, True)]
         self._patterns = [re.compile("|".join(group)) for group in groups if group]
         self.n_vocab = max(self._bytes) + 1
-        self.special_tokens = MappingProxyType({text: token.id for text, token in added.items() if token.special})
 
     @classmethod
     def gpt2(cls) -> Tokenizer:
@@ -72,6 +70,11 @@ class Tokenizer:
                 "use the tokenizer files that belong to this model"
             )
         return cls(vocabulary, added)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """{text: id} of the tokens that need special=True."""
+        return {text: token.id for text, token in self._added.items() if token.special}
 
     def __contains__(self, id: object) -> bool:
         return id in self._bytes

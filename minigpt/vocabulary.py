@@ -144,7 +144,9 @@ def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Voca
     for number, line in enumerate(lines, 1):
         where, parts = f"{merges_path}, merge {number}, {line!r}", line.split(" ")
         if len(parts) != 2 or any(part not in vocab for part in (*parts, "".join(parts))):
-            raise TokenizerError(f"{where}: not two tokens that make a third one: download {vocab_path.name} again")
+            raise TokenizerError(
+                f"{where}: not two tokens that make a third one: download it and {vocab_path.name} again"
+            )
         try:
             left, right = map(_to_bytes, parts)
         except KeyError:
@@ -257,13 +259,20 @@ def _read_merges(path: Path) -> list[str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path} cannot be read ({error}): download it again") from None
+        return _read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8 ({error}): download it again") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _is_official(path: Path) -> bool:
-    return path.is_file() and _digest(path.read_bytes()) == _OFFICIAL[path.name]
+    return path.is_file() and _digest(_read_bytes(path)) == _OFFICIAL[path.name]
 
 
 def _digest(data: bytes) -> str:

@@ -64,6 +64,12 @@ def test_stdout_is_the_text_and_a_newline_and_stderr_is_empty(run: Any, folder: 
     assert run(*GENERATE, "Hello there", "-n", "0") == (0, "\n", "")
 
 
+@pytest.mark.parametrize("args", [[""], ["-"], ["--ids", ""], ["", "--json"], ["", "--samples", "2"]])
+def test_an_empty_prompt_starts_a_text(run: Any, args: list[str]) -> None:
+    code, out, err = run(*GENERATE, *args, "-n", "2")
+    assert (code, err) == (0, "") and out
+
+
 def test_samples_are_separated_by_a_line_of_dashes(run: Any, folder: Path) -> None:
     options = {"max_new_tokens": 5, "temperature": 1.0, "seed": 3, "samples": 3}
     texts = [c.text for c in minigpt.load(folder, device="cpu").generate("Hello", **options)]
@@ -169,6 +175,8 @@ def test_every_way_to_give_the_prompt(run: Any, tmp_path: Path) -> None:
         (["a", "--threads", "0"], 2, "--threads must be from 1 to 4096"),
         (["a", "--threads", "99999999999"], 2, "--threads must be from 1 to 4096"),
         (["a", "--overflow", "wrap"], 2, "invalid choice"),
+        (["a", "--temperature=--"], 2, "invalid float value: '--'"),
+        (["a", "--device=--"], 1, "device '--' is not supported"),
         (["a", "--no-such-option"], 2, "unrecognized arguments"),
         (["a", "--device", "gpu"], 1, "use auto, cpu, cuda or cuda:N"),
         (["a", "--device", "cuda:99"], 1, "is not there"),
@@ -230,6 +238,16 @@ def test_info_shows_configuration_parameters_and_files(run: Any, folder: Path) -
     assert record["config"]["n_layer"] == 2
 
 
+def test_info_refuses_files_that_do_not_fit_their_config(run: Any, folder: Path, tmp_path: Path) -> None:
+    for change in ({"n_layer": 10**9}, {"n_embd": 2147483646}, {"vocab_size": 50256}):
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+        (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        code, out, err = run("info", "--offline", "-m", str(tmp_path), model=False)
+        assert (code, out) == (1, "") and "the weights do not fit config.json" in err and err.count("\n") == 1
+
+
 # Real processes
 
 
@@ -281,6 +299,19 @@ def test_a_signal_while_loading_is_quiet(endless: list[str]) -> None:
         running.send_signal(signal.SIGTERM)
         _, err = running.communicate(timeout=60)
         assert running.returncode in (143, -signal.SIGTERM) and err == b""  # -SIGTERM: before main began
+
+
+def test_two_signals_in_a_row_are_quiet(endless: list[str]) -> None:
+    """The second arrives while Python shuts down, or before main has begun."""
+    for delay in (0.0, 0.02, 0.1, 2.0):
+        running = process(*endless)
+        time.sleep(delay + 0.05)
+        for _ in range(2):
+            running.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        _, err = running.communicate(timeout=60)
+        # Only Python's own start, before a line of this package runs, is not in our hands.
+        assert err == b"" or b"minigpt" not in err
 
 
 def test_a_closed_pipe_is_quiet(endless: list[str]) -> None:
@@ -348,6 +379,10 @@ def test_closed_standard_streams(folder: Path) -> None:
     assert (no_input.returncode, no_input.stderr) == (1, "minigpt: error: standard input is closed\n")
     no_output = subprocess.run(f"{command} hello >&-", shell=True, capture_output=True, text=True)
     assert (no_output.returncode, no_output.stderr) == (0, "")
+    no_errors = subprocess.run(f"{command} x -n 2 --stats -v 2>&-", shell=True, capture_output=True, text=True)
+    assert no_errors.returncode == 0 and "tokens" not in no_errors.stdout
+    failed = subprocess.run(f"{sys.executable} -m minigpt generate -m /nowhere x 2>&-", shell=True, capture_output=True)
+    assert (failed.returncode, failed.stdout) == (1, b"")
 
 
 def test_a_signal_leaves_no_broken_json(endless: list[str]) -> None:

@@ -288,3 +288,17 @@ def test_the_module_does_not_import_torch() -> None:
     """--help and a usage error must not wait for torch."""
     code = "import sys, minigpt.config; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parent.parent)
+
+
+def test_a_context_whose_mask_would_fill_the_memory_is_refused() -> None:
+    GPT2Config(n_positions=32768)
+    with pytest.raises(ValueError, match="n_positions must be from 1 to 32768, not 200000"):
+        GPT2Config(n_positions=200000)
+
+
+def test_a_message_copes_with_any_value() -> None:
+    with pytest.raises(ValueError, match=r"top_k must be at least 0, not a number of 33220 bits"):
+        SamplingParams(top_k=-(10**10000))
+    with pytest.raises(ValueError, match="temperature must be a finite number") as caught:
+        SamplingParams(temperature="x" * 10**6)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 600

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 import subprocess
 import sys
@@ -480,7 +482,7 @@ def test_unknown_and_bad_parameters(lm: LanguageModel) -> None:
         lm.generate([3], temperature=-1)
     with pytest.raises(ValueError, match="suppress_tokens has token id 131"):
         lm.generate([3], suppress_tokens=[131])
-    for bad in (0, 2.5, True, "8"):
+    for bad in (0, 2.5, True, "8", 10**9):
         with pytest.raises(ValueError, match="batch_size must be"):
             lm.generate_many([[3]], batch_size=bad)
     with pytest.raises(ValueError, match="params must be SamplingParams"):
@@ -581,6 +583,24 @@ def test_logprobs_are_the_raw_log_softmax(lm: LanguageModel) -> None:
     assert lm.generate([3], max_new_tokens=2, logprobs=0).logprobs[0].top == []
     assert len(lm.generate([3], max_new_tokens=2, logprobs=999).logprobs[0].top) == 131
     assert lm.generate([3], max_new_tokens=2).logprobs is None
+
+
+# Whatever the host program does
+
+
+def test_training_mode_autocast_and_gradients_change_nothing() -> None:
+    lm = LanguageModel(from_hf(hf_model()))
+    ids = [3, 5, 8, 13]
+    expected = lm.generate(ids, max_new_tokens=8, logprobs=0), lm.score(ids)
+    lm.model.requires_grad_(True).train()
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert (lm.generate(ids, max_new_tokens=8, logprobs=0), lm.score(ids)) == expected
+
+
+def test_a_language_model_can_be_copied_and_pickled(gpt2_sized: LanguageModel) -> None:
+    expected = gpt2_sized.generate("Hello", max_new_tokens=5)
+    for twin in (copy.deepcopy(gpt2_sized), pickle.loads(pickle.dumps(gpt2_sized))):
+        assert twin.generate("Hello", max_new_tokens=5) == expected
 
 
 # Batches
