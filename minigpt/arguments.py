@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from minigpt import __version__
@@ -27,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_model(tokenize)
     tokenize.add_argument("--json", action="store_true", help='one object a line: {"id": ..., "token": ...}')
     tokenize.set_defaults(command="tokenize")
+    _add_attention(commands)
     about = "show a model's configuration, size and files"
     info = commands.add_parser("info", help=about, description=about.capitalize() + ".")
     _add_model(info)
@@ -86,6 +88,7 @@ def _add_generate(commands: Any) -> None:
     group.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=V", help="add V to a logit")
     group.add_argument("--stop", action="append", default=[], metavar="S", help="stop before this text (repeatable)")
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
+    _add_ablate(group)
 
     group = parser.add_argument_group("output")
     group.add_argument("--ids", action="store_true", help="token ids in (as the prompt) and out, instead of text")
@@ -95,10 +98,52 @@ def _add_generate(commands: Any) -> None:
     group.add_argument("--stats", action="store_true", help="speed, memory and seed on stderr")
     group.add_argument("-v", "--verbose", action="store_true", help="what was loaded, on stderr")
 
+    _add_machine(parser)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
     group.add_argument("--dtype", default="float32", help="float32; on CUDA also float16, bfloat16 [float32]")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads [PyTorch's choice]")
+
+
+def _add_attention(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "attention",
+        help="show what each head attends to",
+        description="Show what each attention head attends to: by default, one line for each head of a layer.",
+    )
+    parser.set_defaults(command="attention")
+    _add_prompt(parser)
+    _add_model(parser)
+    group = parser.add_argument_group("what to show")
+    group.add_argument("--layer", type=int, nargs="+", metavar="N", help="layers [0; for --html and --json all]")
+    group.add_argument("--head", type=int, nargs="+", metavar="N", help="these heads, with weights and matrix [all]")
+    _add_ablate(group)
+    group.add_argument("--ids", action="store_true", help="the prompt is token ids instead of text")
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--roles", action="store_true", help="what kind each head is; without PROMPT, on random tokens that come twice"
+    )
+    kind.add_argument("--rank", action="store_true", help="heads by how much the loss rises without them")
+    kind.add_argument("--lens", action="store_true", help="what each block's output predicts after the last token")
+    group = parser.add_argument_group("output")
+    group.add_argument("--html", metavar="FILE", help="write a page for a browser, complete in one file")
+    group.add_argument("--json", action="store_true", help="one JSON object a line, with all numbers")
+    _add_machine(parser)
+
+
+def _add_ablate(group: Any) -> None:
+    help = "switch these heads off (after the prompt, or repeatable)"
+    group.add_argument("--ablate", type=_head, nargs="+", action="extend", default=[], metavar="LAYER.HEAD", help=help)
+
+
+def _head(text: str) -> str:
+    """--ablate LAYER.HEAD: whether the model has it, the model says."""
+    if not re.fullmatch(r"[0-9]+\.[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"write heads as LAYER.HEAD, and the prompt before --ablate, not {text!r}")
+    return text
 
 
 def _bias(text: str) -> tuple[int, float]:

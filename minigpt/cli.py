@@ -142,29 +142,13 @@ def _generate(args: argparse.Namespace) -> None:
     params = _params(args)
     text = _prompt(args)
     ids = _parse_ids(text) if args.ids else None
-    if args.threads is not None:
-        integer("--threads", args.threads, 1, 4096)
-
-    # The runtime does not need numpy, and PyTorch warns where it is missing.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    import torch  # takes a second: not before the arguments are known to be good
-
-    from minigpt.generation import load
-
     started = time.perf_counter()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    lm = load(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        revision=args.revision,
-        offline=args.offline,
-        progress=True,
-    )
+    lm = _load(args)
     if args.verbose:
         size = sum(parameter.numel() for parameter in lm.model.parameters())
         seconds = time.perf_counter() - started
+        import torch
+
         loaded = f"{size:,} parameters on {lm.device}, {lm.dtype}, loaded in {seconds:.2f} s"
         print(f"{args.model}: {loaded}, {torch.get_num_threads()} threads", file=sys.stderr)
     if ids is None and lm.tokenizer is not None:
@@ -172,6 +156,28 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = text if ids is None else ids  # text without a tokenizer: the library says what to do
     with _on_signal(_raise_stopped):
         _print_completions(args, lm, text, prompt, params)
+
+
+def _load(args: argparse.Namespace) -> LanguageModel:
+    """The model that the arguments name. This imports torch, which takes a second: check the arguments before."""
+    if args.threads is not None:
+        integer("--threads", args.threads, 1, 4096)
+    # The runtime does not need numpy, and PyTorch warns where it is missing.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch
+
+    from minigpt.generation import load
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return load(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        revision=args.revision,
+        offline=args.offline,
+        progress=True,
+    )
 
 
 def _print_completions(
@@ -183,7 +189,7 @@ def _print_completions(
         _print_stream(args, lm, text, prompt, params, started)
         return
     completions = []
-    for sample, completion in enumerate(lm.generate_many([prompt], params)):
+    for sample, completion in enumerate(lm.generate_many([prompt], params, ablate=args.ablate)):
         completions.append(completion)
         if args.json:
             _print_json(_record(args, text, sample, completion))
@@ -228,7 +234,7 @@ def _print_stream(
 ) -> None:
     """Print one completion as it is drawn."""
     steps: list[Step] = []
-    stream = lm.stream(prompt, params)
+    stream = lm.stream(prompt, params, ablate=args.ablate)
     first = started
     try:
         print(_echo(args, text), end="", flush=True)
@@ -311,6 +317,24 @@ def _tokenize(args: argparse.Namespace) -> None:
             print(f"{id}\t{token}")
 
 
+def _attention(args: argparse.Namespace) -> None:
+    given = (args.text, args.prompt, args.file) != (None, None, None)
+    text = _prompt(args) if given or not args.roles or args.html else None
+    ids = _parse_ids(text) if text is not None and args.ids else None
+    lm = _load(args)
+
+    from minigpt import views
+    from minigpt.sequence import encode
+
+    if text is not None:
+        if ids is None and lm.tokenizer is not None:
+            ids = lm.tokenizer.encode(text, special=args.special)
+        ids = encode(lm, text if ids is None else ids)  # checked; text without a tokenizer: it says what to do
+    with _on_signal(_raise_stopped):
+        for line in views.report(lm, ids, args, views.Screen.of(sys.stdout)):
+            print(line, flush=True)
+
+
 def _info(args: argparse.Namespace) -> None:
     from minigpt import checkpoint
 
@@ -341,4 +365,4 @@ def _info(args: argparse.Namespace) -> None:
     print(f"{cache / 2**20:,.1f} MiB of keys and values for a full context of {config.n_positions} tokens")
 
 
-_COMMANDS = {"generate": _generate, "tokenize": _tokenize, "info": _info}
+_COMMANDS = {"generate": _generate, "tokenize": _tokenize, "info": _info, "attention": _attention}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt import checkpoint, scoring
+from minigpt import attention, checkpoint, scoring
 from minigpt.cache import KVCache
 from minigpt.config import GPT2Config, SamplingParams, integer
 from minigpt.errors import DeviceError, MiniGPTError, PromptError
@@ -164,6 +164,7 @@ class LanguageModel:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         batch_size: int = BATCH_SIZE,
+        ablate: Iterable[str] = (),
         **overrides: Any,
     ) -> Iterator[Completion]:
         """Continue many prompts, `batch_size` rows at a time; completions come in input order, samples side by side.
@@ -172,7 +173,7 @@ class LanguageModel:
         prompt's index. Any other iterable is read as needed, so that memory stays bounded by the rows in work; a bad
         prompt in it raises once those before it are given. Raises as `generate` does.
         """
-        return self._complete(prompts, params, batch_size, (), overrides)
+        return self._complete(prompts, params, batch_size, ablate, overrides)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, ablate: Iterable[str] = (), **overrides: Any
@@ -215,6 +216,14 @@ class LanguageModel:
         tokenizer = self.tokenizer
         n_bytes = None if tokenizer is None else sum(len(tokenizer.token_bytes(id)) for id in scored)
         return scoring.summarise(ids, logprobs, n_bytes)
+
+    def attention(self, text: Prompt, *, ablate: Iterable[str] = ()) -> Tensor:
+        """What each head attends to in a text, or token ids: [L,H,T,T] float32 on the CPU; rows attend to columns.
+
+        ablate: heads to switch off, as "layer.head".
+        Raises PromptError for fewer than two tokens, or more than the context.
+        """
+        return attention.patterns(self.model, encode(self, text), self._heads(ablate))
 
     def bos_id(self) -> int:
         """The beginning-of-text token. Raises PromptError if the model has none."""
@@ -358,12 +367,4 @@ class LanguageModel:
                 cache.lengths.pop()
 
     def _heads(self, ablate: Iterable[str]) -> list[tuple[int, int]]:
-        """Heads named "layer.head" as pairs; ValueError for a name that the model does not have."""
-        heads = []
-        for name in [ablate] if isinstance(ablate, str) else ablate:
-            match = re.fullmatch(r"(\d+)\.(\d+)", str(name))
-            if not match or int(match[1]) >= self.config.n_layer or int(match[2]) >= self.config.n_head:
-                last = f"{self.config.n_layer - 1}.{self.config.n_head - 1}"
-                raise ValueError(f"ablate names heads as layer.head, from 0.0 to {last}, not {name!r}")
-            heads.append((int(match[1]), int(match[2])))
-        return heads
+        return attention.named_heads(self.config, ablate)

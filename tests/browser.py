@@ -1,0 +1,140 @@
+"""A real headless Chromium for the tests, driven over its debugging pipe: no package, no port, no network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def find() -> str | None:
+    """The browser to use: MINIGPT_BROWSER, or the first that is installed."""
+    return os.environ.get("MINIGPT_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Browser:
+    """One page in one browser. `requests` and `errors` collect what the page fetched and what went wrong in it."""
+
+    def __init__(self, executable: str, profile: Path) -> None:
+        to_browser, self._write = os.pipe()
+        self._read, from_browser = os.pipe()
+        flags = "--headless --no-sandbox --disable-gpu --no-first-run --hide-scrollbars --remote-debugging-pipe"
+        # The protocol is spoken on the file descriptors 3 and 4, which only a shell can name.
+        self._process = subprocess.Popen(
+            ["sh", "-c", f'exec "$0" {flags} --user-data-dir="$1" 3<&{to_browser} 4>&{from_browser}', executable, profile],
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self._buffer = b""
+        self._count = 0
+        self._session: str | None = None
+        self._loaded = False
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> Any:
+        """Send one command and give its result; events that come meanwhile are noted."""
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while (answer := self._receive()).get("id") != self._count:
+            self._note(answer)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return answer["result"]
+
+    def _receive(self, seconds: float = 60) -> Any:
+        deadline = time.monotonic() + seconds
+        while b"\0" not in self._buffer:
+            if not select.select([self._read], [], [], max(0, deadline - time.monotonic()))[0]:
+                raise TimeoutError("the browser does not answer")
+            data = os.read(self._read, 1 << 16)
+            if not data:
+                raise RuntimeError("the browser has ended")
+            self._buffer += data
+        message, self._buffer = self._buffer.split(b"\0", 1)
+        return json.loads(message)
+
+    def _note(self, event: Any) -> None:
+        params = event.get("params", {})
+        if event.get("method") == "Page.loadEventFired":
+            self._loaded = True
+        elif event.get("method") == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+        elif event.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(params["exceptionDetails"])[:500])
+        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(params["entry"]["text"])
+
+    def open(self, file: Path, fragment: str = "", width: int = 1280, height: int = 900, scheme: str = "light") -> None:
+        """Show a file and wait until it is loaded."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call("Page.navigate", url="about:blank")  # so that a new fragment alone is a new page too
+        self._loaded = False
+        self.requests, self.errors = [], []
+        self.call("Page.navigate", url=file.as_uri() + fragment)
+        while not self._loaded or self.js("location.protocol") != "file:":
+            self._note(self._receive())
+
+    def js(self, expression: str) -> Any:
+        """The JSON value of an expression."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(json.dumps(answer["exceptionDetails"])[:500])
+        return answer["result"].get("value")
+
+    def text(self, selector: str) -> str:
+        """What an element shows."""
+        return str(self.js(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+    def move(self, x: float, y: float) -> None:
+        """Move the mouse."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def click(self, x: float, y: float) -> None:
+        """Move there and click."""
+        self.move(x, y)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def at(self, expression: str) -> tuple[float, float]:
+        """The middle of an element, scrolled into view."""
+        script = "(e => { e.scrollIntoView({block: 'nearest'}); const r = e.getBoundingClientRect();"
+        x, y = self.js(f"{script} return [r.x + r.width / 2, r.y + r.height / 2]; }})({expression})")
+        return x, y
+
+    def press(self, key: str) -> None:
+        """One key, such as ArrowRight, Tab or ]."""
+        extra = {"text": key} if len(key) == 1 else {}
+        code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}.get(key, 0)
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **extra)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+
+    def screenshot(self, file: Path) -> None:
+        """Save what is visible, as PNG."""
+        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+    def close(self) -> None:
+        """End the browser."""
+        self._process.terminate()
+        self._process.wait(30)
+        os.close(self._write)
+        os.close(self._read)
