@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,19 @@ class Browser:
     """One page in one browser. `requests` and `errors` collect what the page fetched and what went wrong in it."""
 
     def __init__(self, executable: str, profile: Path) -> None:
-        to_browser, self._write = os.pipe()
-        self._read, from_browser = os.pipe()
-        flags = "--headless --no-sandbox --disable-gpu --no-first-run --hide-scrollbars --remote-debugging-pipe"
-        # The protocol is spoken on the file descriptors 3 and 4, which only a shell can name.
+        ends = [*os.pipe(), *os.pipe()]
+        # The protocol is spoken on the file descriptors 3 and 4: a step between puts the browser's ends there.
+        to_browser, self._write, self._read, from_browser = (
+            fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends
+        )
+        for end in ends:
+            os.close(end)
+        step = "import os, sys; [os.dup2(int(fd), to) for fd, to in zip(sys.argv[1:3], (3, 4))]; "
+        step += "os.execv(sys.argv[3], sys.argv[3:])"
+        flags = "--headless --no-sandbox --disable-gpu --no-first-run --hide-scrollbars --remote-debugging-pipe".split()
+        command = [executable, *flags, f"--user-data-dir={profile}"]
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$0" {flags} --user-data-dir="$1" 3<&{to_browser} 4>&{from_browser}', executable, profile],
+            [sys.executable, "-S", "-c", step, str(to_browser), str(from_browser), *command],
             pass_fds=(to_browser, from_browser),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,0 +1,456 @@
+"""The views of attention: terminal, JSON and page, the last in a real headless Chromium, and the attention command."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browser import Browser, find
+from torch import Tensor
+
+import minigpt
+from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, Tokenizer, attention, views
+from minigpt.cli import main
+
+TEXT = 'The cat\n\tsat on the mat, caf\u00e9 \U0001f98a </script><b>&amp; the cat\u200b "'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with GPT-2's vocabulary."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    model = GPT2(GPT2Config(n_embd=24, n_head=4, n_layer=3, n_positions=256, initializer_range=0.5))
+    minigpt.save(model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def lm(folder: Path) -> LanguageModel:
+    return minigpt.load(folder, device="cpu")
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run `attention` in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(*args: str) -> tuple[int, str, str]:
+        try:
+            code = main(["attention", *args, "-m", str(folder), "--offline", "--device", "cpu"])
+        except SystemExit as exit:  # argparse
+            code = int(exit.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+# Tokens
+
+
+def test_labels_show_tokens_exactly() -> None:
+    tokenizer = Tokenizer.gpt2()
+    assert [views.label(tokenizer, id) for id in tokenizer.encode("The cat\n\U0001f98a")] == [
+        "'The'",
+        "' cat'",
+        "'\\n'",
+        "b'\\xf0\\x9f'",
+        "b'\\xa6'",
+        "b'\\x8a'",
+    ]
+    assert views.label(None, 7) == "#7" and views.label(tokenizer, 60000) == "#60000"
+
+
+def test_pieces_are_text_and_marks_by_turns() -> None:
+    tokenizer = Tokenizer.gpt2()
+
+    def pieces(text: str) -> list[list[str]]:
+        return [views.pieces(tokenizer, id) for id in tokenizer.encode(text)]
+
+    assert pieces("cat") == [["cat"]]
+    assert pieces(" cat") == [["", "␣", "cat"]]
+    assert pieces("\n\t") == [["", "⏎"], ["", "⇥"]]
+    assert pieces("␣") == [["", "\\xe2"], ["", "\\x90"], ["", "\\xa3"]]  # a typed ␣ is no mark
+    assert pieces("\u00a0") == [["", "\\xa0"]] and pieces("\u200b") == [["", "\\u200b"]]  # no plain space, no width
+    assert [p for p in pieces("\U0001f98a")] == [["", "\\xf0\\x9f"], ["", "\\xa6"], ["", "\\x8a"]]
+    assert views.pieces(None, 7) == ["", "#7"]
+
+
+# The terminal
+
+
+def test_default_is_one_line_for_each_head(run: Any, lm: LanguageModel) -> None:
+    text = "The cat sat on the mat"
+    labels = ["'The'", "' cat'", "' sat'", "' on'", "' the'", "' mat'"]
+    weights = lm.attention(text)
+    for arguments, layer in (((), 0), (("--layer", "2"), 2)):
+        code, out, err = run(text, *arguments)
+        lines = out.splitlines()
+        assert (code, err, len(lines)) == (0, "", 5)
+        assert lines[0] == f"layer {layer}: what the last of 6 tokens, ' mat', attends to"
+        for head, line in enumerate(lines[1:]):
+            row = weights[layer, head, -1]
+            order = row.argsort(descending=True)[:3].tolist()
+            assert line.startswith(f"  head {head} ")
+            assert line.endswith("  " + ", ".join(f"{labels[at]} {row[at]:.3f}" for at in order))
+
+
+def test_chosen_heads_with_weights_and_matrix(run: Any, lm: LanguageModel) -> None:
+    text = "The cat sat on the mat"
+    code, out, err = run(text, "--layer", "1", "--head", "0", "3")
+    lines = out.splitlines()
+    assert (code, err, len(lines)) == (0, "", 16) and "\x1b" not in out
+    weights = lm.attention(text)[1]
+    labels = ["'The'", "' cat'", "' sat'", "' on'", "' the'", "' mat'"]
+    for start, head in ((0, 0), (8, 3)):
+        top = int(weights[head, -1].argmax())
+        value = weights[head, -1, top]
+        heading = f"layer 1 head {head}: ' mat' attends most to {labels[top]} (position {top}), {value:.3f}"
+        assert lines[start] == heading
+        for at, line in enumerate(lines[start + 2 : start + 8]):
+            assert re.match(rf"\s+{at}  {re.escape(labels[at])}\s+{weights[head, -1, at]:.3f}", line)
+    one = [line for line in views.head_lines(lm.attention(text), labels, 1, 0, views.Screen(width=20))]
+    assert not re.search("[░▒▓█]", "".join(one))  # no room for the matrix
+    ascii_only = "".join(views.head_lines(lm.attention(text), labels, 1, 0, views.Screen(blocks=False)))
+    assert ascii_only.isascii() and "#" in ascii_only
+
+
+def test_shades_and_colours_follow_the_weight() -> None:
+    weights = torch.tensor([[[[1.0, 0, 0], [0.5, 0.5, 0], [0.0, 0.1, 0.9]]]])
+    lines = list(views.head_lines(weights, ["a", "b", "c"], 0, 0, views.Screen()))
+    assert [line.split()[-1] for line in lines[2:]] == ["██", "▓▓▓▓", "░░██"]
+    lines = list(views.head_lines(weights, ["a", "b", "c"], 0, 0, views.Screen(colour=True)))
+    assert lines[2].endswith("\x1b[48;5;229m  \x1b[0m")
+    assert re.findall(r"48;5;(\d+)m", lines[4]) == ["234", "91", "229"]
+
+
+def test_colour_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, pipe = Terminal(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "ascii")
+    assert views.Screen.of(terminal).colour and views.Screen.of(terminal).blocks
+    assert not views.Screen.of(pipe).colour and not views.Screen.of(pipe).blocks
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not views.Screen.of(terminal).colour
+
+
+# JSON, roles, ranking, lens
+
+
+def test_json_holds_every_number(run: Any, lm: LanguageModel) -> None:
+    code, out, err = run("The cat sat", "--json", "--ablate", "0.1", "1.2")
+    records = [json.loads(line) for line in out.splitlines()]
+    weights = lm.attention("The cat sat", ablate=["0.1", "1.2"])
+    assert (code, err, len(records)) == (0, "", 12)
+    for number, record in enumerate(records):
+        assert (record["layer"], record["head"]) == divmod(number, 4)
+        assert record["ids"] == [464, 3797, 3332] and record["tokens"] == ["'The'", "' cat'", "' sat'"]
+        pattern = weights[record["layer"], record["head"]]
+        assert torch.equal(torch.tensor(record["weights"]), pattern)
+        assert record["top"]["position"] == int(pattern[-1].argmax())
+    assert len(run("The cat sat", "--json", "--layer", "2", "--head", "1", "1")[1].splitlines()) == 1
+
+
+def test_roles_on_a_text_and_on_random_tokens(run: Any, lm: LanguageModel) -> None:
+    text = "a cat, a dog, a cat"
+    ids = Tokenizer.gpt2().encode(text)
+    scores = attention.head_roles(lm.attention(ids), ids)
+    code, out, err = run(text, "--roles", "--json")
+    assert (code, err) == (0, "")
+    for record in map(json.loads, out.splitlines()):
+        for role in attention.ROLES:
+            assert record[role] == scores[role][record["layer"], record["head"]].item()
+    code, out, err = run(text, "--roles")
+    assert (code, err, len(out.splitlines())) == (0, "", 1 + 5 + 2 + 12) and "on this text" in out
+    best = scores["previous"].argmax().item()
+    assert f"  previous   {best // 4}.{best % 4} {scores['previous'].max():.3f}  " in out
+    once = run("one two", "--roles")[1]
+    assert "duplicate  - (no token comes twice)" in once
+    assert json.loads(run("one two", "--roles", "--json")[1].splitlines()[0])["induction"] is None
+    code, out, err = run("--roles")
+    assert (code, err) == (0, "") and out.startswith("head roles on 100 random tokens that come twice, from 0 to 1\n")
+    assert run("--roles")[1] == out
+
+
+def test_ranking_is_sorted_and_shows_a_bar_on_a_terminal(
+    run: Any, lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run("The cat sat on the mat", "--rank", "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert (code, err, len(records)) == (0, "", 12)
+    rises = [record["increase"] for record in records]
+    assert rises == sorted(rises, reverse=True)
+    plain = lm.score("The cat sat on the mat").mean
+    for record in records:
+        name = f"{record['layer']}.{record['head']}"
+        without = lm.score("The cat sat on the mat", ablate=[name]).mean
+        assert abs(record["increase"] - (plain - without)) < 1e-9
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code, out, err = run("The cat sat on the mat", "--rank", "--layer", "1")
+    assert (code, len(out.splitlines())) == (0, 5) and "] 4/4 heads" in err and err.endswith("\r")
+
+
+def test_lens(run: Any, lm: LanguageModel) -> None:
+    found = attention.lens(lm.model, [464, 3797, 3332])
+    code, out, err = run("The cat sat", "--lens", "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert [record["stage"] for record in records] == ["embeddings", "block 0", "block 1", "block 2"]
+    for stage, record in enumerate(records):
+        assert torch.equal(torch.tensor(record["norms"]), found.norms[stage])
+        assert record["top"][0]["id"] == int(found.logits[stage].argmax())
+        assert abs(record["top"][0]["probability"] - found.logits[stage].softmax(-1).max().item()) < 1e-6
+    assert json.loads(out.splitlines()[-1])["top"][0]["id"] == lm.generate("The cat sat", max_new_tokens=1).ids[0]
+    code, out, err = run("The cat sat", "--lens")
+    assert (code, err, len(out.splitlines())) == (0, "", 5)
+    assert run("The", "--lens")[0] == 0
+
+
+def test_ablate_reaches_generate(folder: Path, lm: LanguageModel, capsys: pytest.CaptureFixture[str]) -> None:
+    heads = ["0.1", "1.2", "2.0", "2.3"]
+    expected = lm.generate("The cat", max_new_tokens=12, ablate=heads).text
+    assert expected != lm.generate("The cat", max_new_tokens=12).text
+    base = ["generate", "The cat", "-n", "12", "--offline", "--device", "cpu", "-m", str(folder)]
+    assert main([*base, "--ablate", *heads[:2], "--ablate", *heads[2:]]) == 0
+    assert capsys.readouterr().out == expected + "\n"
+    assert main([*base, "--json", "--ablate", *heads]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == expected
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["The cat", "--layer", "3"], 2, "--layer 3 is out of range: the model's layers are 0 to 2"),
+        (["The cat", "--layer", "-1"], 2, "--layer -1 is out of range"),
+        (["The cat", "--head", "0", "4"], 2, "--head 4 is out of range: the model's heads are 0 to 3"),
+        (["The cat", "--ablate", "0.9"], 2, "ablate names heads as layer.head, from 0.0 to 2.3, not '0.9'"),
+        (["The cat", "--ablate", "zero"], 2, "write heads as LAYER.HEAD, and the prompt before --ablate, not 'zero'"),
+        (["cat " * 300], 1, "the text has 301 tokens, but the model's context is 256"),
+        (["cat " * 300, "--lens"], 1, "the text has 301 tokens"),
+        (["cat " * 300, "--rank"], 1, "the text has 301 tokens"),
+        (["cat " * 300, "--html", "page.html"], 1, "the text has 301 tokens"),
+        (["The"], 1, "the text has 1 token: attention needs at least two to choose from"),
+        ([""], 1, "the text has 0 tokens"),
+        (["The", "--html", "page.html"], 1, "the text has 1 token"),
+        (["The", "--rank"], 1, "the text has 1 token"),
+        (["", "--lens"], 1, "the text is empty"),
+        ([], 2, "no prompt"),
+        (["--html", "page.html", "--roles"], 2, "no prompt"),
+        (["The cat", "--lens", "--layer", "0"], 2, "--lens shows every block as a whole"),
+        (["The cat", "--lens", "--roles"], 2, "not allowed with"),
+        (["The cat", "--html", "no/such/folder/page.html"], 1, "no/such/folder/page.html: No such file or directory"),
+        (["1 x", "--ids"], 1, "with --ids the prompt is token ids"),
+        (["1 99999", "--ids"], 1, "token id 99999 is outside the vocabulary"),
+    ],
+)
+def test_bad_input(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    got, out, err = run(*arguments)
+    assert (got, out) == (code, "") and message in err and "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_that_would_pass_the_limit_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    weights = torch.eye(1024).expand(12, 12, 1024, 1024)  # a full context of the real GPT-2
+    message = r"the page for 1024 tokens and 144 heads would take 202 MB, more than 50: shorten the text, or choose one"
+    with pytest.raises(PromptError, match=message):
+        views.page(weights, [0] * 1024, None)
+    views.check_page(1024, 12)  # one layer fits
+    monkeypatch.setattr(views, "PAGE_LIMIT", 1000)
+    code, out, err = run("The cat sat on the mat " * 10, "--html", str(tmp_path / "page.html"))
+    assert (code, out) == (1, "") and "would take" in err and not list(tmp_path.iterdir())
+
+
+# The page
+
+
+def page_data(html: str) -> Any:
+    [found] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    return json.loads(found)
+
+
+def test_page_holds_the_weights_and_escapes_the_text(lm: LanguageModel) -> None:
+    ids = Tokenizer.gpt2().encode(TEXT)
+    weights = lm.attention(ids)
+    html = views.page(weights, ids, lm.tokenizer, model="</script><script>alert(1)</script>", layers=[2, 0])
+    assert html.count("<script") == 2 and html.count("</script>") == 2
+    assert not re.search(r"""(?:src|href)=|@import|url\(|https?:|fetch\(|XMLHttp""", html)
+    data = page_data(html)
+    assert data["layers"] == [2, 0] and data["heads"] == [0, 1, 2, 3] and len(data["tokens"]) == len(ids)
+    rows, columns = torch.tril_indices(len(ids), len(ids))
+    for layer, text in zip((2, 0), data["weights"], strict=True):
+        values = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int16).int() % 65536
+        stored = values.view(4, -1) / 65535
+        assert (stored - weights[layer][:, rows, columns]).abs().max() < 8e-6  # half a step of 1 / 65535
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    executable = find()
+    if executable is None:
+        pytest.skip("no Chromium here: install one (Debian: apt-get install chromium), or set MINIGPT_BROWSER")
+    running = Browser(executable, tmp_path_factory.mktemp("profile"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def shown(folder: Path, lm: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    """The page that the command writes for TEXT, and the tensor it is of."""
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    options = ["--offline", "--device", "cpu", "--roles", "--json", "-m", str(folder)]
+    assert main(["attention", TEXT, "--html", str(path), *options]) == 0
+    return path, lm.attention(TEXT)
+
+
+def bars(browser: Browser) -> list[tuple[str, float]]:
+    """The tokens and weights that the page lists for the row it shows."""
+    cells = browser.js("[...document.querySelectorAll('#bars > span')].map(e => e.textContent)")
+    return [(cells[at], float(cells[at + 1])) for at in range(0, len(cells), 2)]
+
+
+def page_weights(browser: Browser, shape: Any) -> Tensor:
+    script = f"""Array.from({{length: {shape[0]}}}, (_, l) => Array.from({{length: {shape[1]}}}, (_, h) =>
+        Array.from({{length: {shape[2]}}}, (_, p) => Array.from({{length: {shape[2]}}}, (_, q) => weight(l, h, p, q)))))"""
+    return torch.tensor(browser.js(script))
+
+
+def test_browser_values_equal_the_tensor(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    path, weights = shown
+    browser.open(path)
+    assert (page_weights(browser, weights.shape) - weights).abs().max() < 8e-6  # half a step of 1 / 65535
+    last = weights[0, 0, -1]
+    listed = bars(browser)
+    for (_, value), expected in zip(listed[:14], last.sort(descending=True).values.tolist(), strict=False):
+        assert abs(value - expected) < 6e-5  # four digits, and half a step
+    assert abs(sum(value for _, value in listed) - 1) < 2e-3
+    assert browser.errors == [] and browser.requests == [path.as_uri()]
+
+
+def test_browser_tabs_and_layers(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    path, weights = shown
+    browser.open(path)
+    assert browser.text("#title") == "Layer 0, head 0"
+    browser.click(*browser.at("document.querySelectorAll('#heads [role=tab]')[2]"))
+    assert browser.text("#title") == "Layer 0, head 2"
+    assert browser.js("[...document.querySelectorAll('[role=tab]')].map(e => e.ariaSelected)").index("true") == 2
+    assert abs(bars(browser)[0][1] - weights[0, 2, -1].max().item()) < 6e-5
+    browser.press("ArrowRight")
+    assert browser.text("#title") == "Layer 0, head 3" and browser.js("document.activeElement.textContent") == "3"
+    browser.press("]")
+    assert browser.text("#title") == "Layer 1, head 3"
+    browser.click(*browser.at("document.querySelectorAll('#layers [role=radio]')[2]"))
+    assert browser.text("#title") == "Layer 2, head 3"
+    assert abs(bars(browser)[0][1] - weights[2, 3, -1].max().item()) < 6e-5
+    browser.press("ArrowRight")  # from the last layer to the first
+    assert browser.text("#title") == "Layer 0, head 3"
+    assert browser.js("location.hash") == "#layer=0&head=3"
+    browser.open(path, "#layer=1&head=2")
+    assert browser.text("#title") == "Layer 1, head 2" and browser.errors == []
+
+
+def test_browser_hover_and_keys_show_a_row(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    path, weights = shown
+    browser.open(path, "#layer=1&head=1")
+    T = weights.shape[-1]
+    token = "document.querySelectorAll('#text .token')"
+    browser.move(*browser.at(f"{token}[5]"))
+    assert "(position 5)" in browser.text("#reads")
+    expected = weights[1, 1, 5, :6].sort(descending=True).values.tolist()
+    assert [value for _, value in bars(browser)] == pytest.approx(expected, abs=6e-5)
+    browser.move(2, 2)
+    assert f"(position {T - 1})" in browser.text("#reads")  # back to the one that is kept
+    left, top, size = browser.js(
+        "(r => [r.x, r.y, size])((canvas.scrollIntoView({block: 'center'}), canvas.getBoundingClientRect()))"
+    )
+    browser.move(left + 3.5 * size, top + 7.5 * size)
+    assert float(browser.text("#tip b")) == pytest.approx(weights[1, 1, 7, 3].item(), abs=6e-5)
+    assert "(position 7)" in browser.text("#reads") and browser.js("document.getElementById('tip').hidden") is False
+    browser.move(left + 7.5 * size, top + 3.5 * size)  # the future: nothing there
+    assert browser.js("document.getElementById('tip').hidden") is True
+    browser.js("$map.focus()")
+    for key in ("ArrowUp", "ArrowUp", "ArrowLeft"):
+        browser.press(key)
+    row, column = T - 3, T - 4
+    assert browser.text("#spoken").endswith(f"{weights[1, 1, row, column].item():.4f}")
+    assert browser.errors == []
+
+
+def test_browser_shows_tokens_exactly(browser: Browser, shown: tuple[Path, Tensor], lm: LanguageModel) -> None:
+    path, _ = shown
+    browser.open(path)
+    texts = browser.js("[...document.querySelectorAll('#text .token')].map(e => e.textContent)")
+    assert texts == ["".join(views.pieces(lm.tokenizer, id)) for id in Tokenizer.gpt2().encode(TEXT)]
+    assert "\\xf0\\x9f" in "".join(texts) and "⏎" in texts and "⇥" in texts and "script" in texts
+    assert browser.js("document.querySelectorAll('b').length") == 0 and browser.errors == []
+
+
+def test_browser_all_heads_and_roles(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    path, weights = shown
+    browser.open(path, "#layer=2&head=all")
+    assert browser.js("document.querySelectorAll('#all canvas').length") == 4
+    pixel = browser.js(
+        "[...document.querySelectorAll('#all canvas')[1].getContext('2d').getImageData(0, 4, 1, 1).data]"
+    )
+    expected = browser.js(f"channels({weights[2, 1, 4, 0].item()})")
+    assert max(abs(a - b) for a, b in zip(pixel[:3], expected, strict=True)) <= 2
+    browser.click(*browser.at("document.querySelectorAll('#all button')[1]"))
+    assert browser.text("#title") == "Layer 2, head 1"
+    browser.click(*browser.at("document.querySelectorAll('#heads [role=tab]')[5]"))
+    assert browser.js("document.querySelectorAll('#roles .grid').length") == 10  # five on the text, five on random
+    label = browser.js("document.querySelectorAll('#roles .grid')[0].querySelectorAll('button')[6].ariaLabel")
+    ids = Tokenizer.gpt2().encode(TEXT)
+    score = attention.head_roles(weights, ids)["previous"][1, 2].item()
+    assert label == f"previous, head 1.2: {score:.3f}"
+    browser.click(*browser.at("document.querySelectorAll('#roles .grid')[0].querySelectorAll('button')[6]"))
+    assert browser.text("#title") == "Layer 1, head 2" and browser.errors == []
+
+
+def test_browser_light_and_dark(browser: Browser, shown: tuple[Path, Tensor], tmp_path: Path) -> None:
+    path, _ = shown
+    background = "getComputedStyle(document.body).backgroundColor"
+    seen = []
+    for scheme in ("light", "dark"):
+        browser.open(path, scheme=scheme)
+        seen.append((browser.js(background), browser.js("getComputedStyle(chips[0]).backgroundColor")))
+    assert seen[0][0] == "rgb(250, 249, 246)" and seen[1][0] == "rgb(17, 17, 22)" and seen[0][1] != seen[1][1]
+    browser.click(*browser.at("document.querySelector('#theme')"))
+    assert browser.js(background) == seen[0][0]
+    browser.screenshot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("tokens", "width", "smallest"), [(60, 1280, 11), (256, 1280, 3), (256, 500, 3)])
+def test_browser_long_texts_stay_usable(
+    browser: Browser, lm: LanguageModel, tmp_path: Path, tokens: int, width: int, smallest: int
+) -> None:
+    ids = (Tokenizer.gpt2().encode("The little fox went into the big forest and saw a bird. ") * 30)[:tokens]
+    path = tmp_path / "page.html"
+    path.write_text(views.page(lm.attention(ids), ids, lm.tokenizer), encoding="utf-8")
+    browser.open(path, width=width)
+    assert browser.js("size") >= smallest
+    # nothing but the heat map's own box scrolls sideways
+    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    visible = browser.js("labels.filter(([down]) => !down.hidden).length")
+    assert visible == tokens if tokens == 60 else 20 < visible < 100
+    browser.move(*browser.at("document.querySelectorAll('#text .token')[33]"))
+    assert "(position 33)" in browser.text("#reads") and browser.js("labels[33][0].hidden") is False
+    assert browser.errors == []
