@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PAGE_LIMIT = 50 * 10**6  # bytes: browsers open more, but no longer at once
 _STEPS = 65535  # a weight is a 16-bit number in the page: off by at most 0.5 / 65535 = 7.6e-6
 _SHADES = {True: " ░▒▓█", False: " .:*#"}
-_RAMP = (234, 53, 54, 91, 127, 163, 204, 209, 215, 222, 229)  # of the 256-colour palette, dark to bright
+_RAMP = (235, 53, 89, 125, 161, 167, 203, 209, 215, 222, 230)  # of the 256-colour palette, dark to bright
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class Browser:
             os.close(end)
         step = "import os, sys; [os.dup2(int(fd), to) for fd, to in zip(sys.argv[1:3], (3, 4))]; "
         step += "os.execv(sys.argv[3], sys.argv[3:])"
-        flags = "--headless --no-sandbox --disable-gpu --no-first-run --hide-scrollbars --remote-debugging-pipe".split()
-        command = [executable, *flags, f"--user-data-dir={profile}"]
+        flags = ["headless", "no-sandbox", "disable-gpu", "no-first-run", "hide-scrollbars", "remote-debugging-pipe"]
+        command = [executable, *(f"--{flag}" for flag in flags), f"--user-data-dir={profile}"]
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-c", step, str(to_browser), str(from_browser), *command],
             pass_fds=(to_browser, from_browser),

@@ -129,8 +129,8 @@ def test_shades_and_colours_follow_the_weight() -> None:
     lines = list(views.head_lines(weights, ["a", "b", "c"], 0, 0, views.Screen()))
     assert [line.split()[-1] for line in lines[2:]] == ["██", "▓▓▓▓", "░░██"]
     lines = list(views.head_lines(weights, ["a", "b", "c"], 0, 0, views.Screen(colour=True)))
-    assert lines[2].endswith("\x1b[48;5;229m  \x1b[0m")
-    assert re.findall(r"48;5;(\d+)m", lines[4]) == ["234", "91", "229"]
+    assert lines[2].endswith("\x1b[48;5;230m  \x1b[0m")
+    assert re.findall(r"48;5;(\d+)m", lines[4]) == ["235", "125", "230"]
 
 
 def test_colour_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,8 +328,10 @@ def bars(browser: Browser) -> list[tuple[str, float]]:
 
 
 def page_weights(browser: Browser, shape: Any) -> Tensor:
-    script = f"""Array.from({{length: {shape[0]}}}, (_, l) => Array.from({{length: {shape[1]}}}, (_, h) =>
-        Array.from({{length: {shape[2]}}}, (_, p) => Array.from({{length: {shape[2]}}}, (_, q) => weight(l, h, p, q)))))"""
+    script = f"""(() => {{
+        const [L, H, T] = {list(shape[:3])}, count = n => [...Array(n).keys()];
+        return count(L).map(l => count(H).map(h => count(T).map(p => count(T).map(q => weight(l, h, p, q)))));
+    }})()"""
     return torch.tensor(browser.js(script))
 
 
