@@ -275,6 +275,7 @@ def test_a_page_that_would_pass_the_limit_is_refused(run: Any, monkeypatch: pyte
         views.page(weights, [0] * 1024, None)
     views.check_page(1024, 12)  # one layer fits
     monkeypatch.setattr(views, "PAGE_LIMIT", 1000)
+    monkeypatch.setattr(attention, "patterns", None)  # refused before any work
     code, out, err = run("The cat sat on the mat " * 10, "--html", str(tmp_path / "page.html"))
     assert (code, out) == (1, "") and "would take" in err and not list(tmp_path.iterdir())
 
@@ -405,6 +406,31 @@ def test_browser_shows_tokens_exactly(browser: Browser, shown: tuple[Path, Tenso
     assert browser.js("document.querySelectorAll('b').length") == 0 and browser.errors == []
 
 
+def test_browser_takes_no_token_for_markup(browser: Browser, tmp_path: Path) -> None:
+    class Hostile(Tokenizer):
+        def __init__(self) -> None:
+            self.tokens = [
+                b"<img src=x onerror=document.title='run'>",
+                b"</script><script>document.title='run'</script>",
+            ]
+
+        def __contains__(self, id: object) -> bool:
+            return id in (0, 1)
+
+        def token_bytes(self, id: int) -> bytes:
+            return self.tokens[id]
+
+    path = tmp_path / "page.html"
+    path.write_text(views.page(torch.eye(2).expand(1, 1, 2, 2), [0, 1], Hostile(), model="<b>"), encoding="utf-8")
+    browser.open(path)
+    browser.move(*browser.at("document.querySelectorAll('#text .token')[1]"))
+    assert (
+        browser.js("document.querySelectorAll('img, b:not(#tip b), script').length") == 2
+    )  # the page's own two scripts
+    assert browser.js("document.title") == "Attention in <b>" and browser.errors == []
+    assert browser.js("document.querySelector('#text .token').textContent").startswith("<img␣src=x")
+
+
 def test_browser_all_heads_and_roles(browser: Browser, shown: tuple[Path, Tensor]) -> None:
     path, weights = shown
     browser.open(path, "#layer=2&head=all")
@@ -434,8 +460,12 @@ def test_browser_light_and_dark(browser: Browser, shown: tuple[Path, Tensor], tm
         browser.open(path, scheme=scheme)
         seen.append((browser.js(background), browser.js("getComputedStyle(chips[0]).backgroundColor")))
     assert seen[0][0] == "rgb(250, 249, 246)" and seen[1][0] == "rgb(17, 17, 22)" and seen[0][1] != seen[1][1]
+    for colour in (seen[0][0], seen[1][0]):
+        browser.click(*browser.at("document.querySelector('#theme')"))
+        assert browser.js(background) == colour
+    browser.open(path, scheme="light")
     browser.click(*browser.at("document.querySelector('#theme')"))
-    assert browser.js(background) == seen[0][0]
+    assert browser.js(background) == seen[1][0]
     browser.screenshot(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 10_000
 
