@@ -315,7 +315,7 @@ def _write_page(
     )
     data = made.encode("utf-8", "replace")
     Path(args.html).write_bytes(data)
-    yield f"{args.html}: {len(layers)} layers of {len(heads)} heads, {len(ids)} tokens, {len(data) // 1000:,} KB"
+    yield f"{args.html}: {len(layers)} x {len(heads)} heads, {len(ids)} tokens, {len(data) // 1000:,} KB"
 
 
 def _rank(

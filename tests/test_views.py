@@ -164,6 +164,17 @@ def test_json_holds_every_number(run: Any, lm: LanguageModel) -> None:
     assert len(run("The cat sat", "--json", "--layer", "2", "--head", "1", "1")[1].splitlines()) == 1
 
 
+def test_ids_and_models_without_a_tokenizer(run: Any, lm: LanguageModel, tmp_path: Path) -> None:
+    assert run("464 3797 3332", "--ids", "--json") == run("The cat sat", "--json")
+    bare = LanguageModel(lm.model)
+    assert torch.equal(bare.attention([464, 3797]), lm.attention("The cat"))
+    path = tmp_path / "page.html"
+    code, out, err = run("The cat sat", "--layer", "1", "--head", "0", "2", "--ablate", "0.3", "--html", str(path))
+    assert (code, err) == (0, "") and out.startswith(f"{path}: 1 x 2 heads, 3 tokens, ")
+    data = page_data(path.read_text(encoding="utf-8"))
+    assert (data["layers"], data["heads"], data["ablated"]) == ([1], [0, 2], ["0.3"])
+
+
 def test_roles_on_a_text_and_on_random_tokens(run: Any, lm: LanguageModel) -> None:
     text = "a cat, a dog, a cat"
     ids = Tokenizer.gpt2().encode(text)
