@@ -349,18 +349,18 @@ def test_every_decoding_option_reaches_the_library(run: Any, monkeypatch: pytest
     monkeypatch.setattr(
         minigpt.LanguageModel,
         "generate_many",
-        lambda lm, prompts, params: seen.append(params) or original(lm, prompts, params),
+        lambda lm, prompts, params, **more: seen.append((params, more)) or original(lm, prompts, params, **more),
     )
     options = "--min-new-tokens 1 -n 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1"
     options += " --no-repeat-ngram-size 4 --logit-bias 5=1.5 --logit-bias 6=-2 --stop a --stop b --ignore-eos --seed 8"
-    options += " --samples 2 --overflow slide --logprobs 1 --json"
+    options += " --samples 2 --overflow slide --logprobs 1 --json --ablate 0.1 1.0 --ablate 1.1"
     assert run(*GENERATE, "x", *options.split())[0] == 0
     expected = minigpt.SamplingParams(
         min_new_tokens=1, max_new_tokens=2, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
         no_repeat_ngram_size=4, logit_bias={5: 1.5, 6: -2.0}, stop=("a", "b"), stop_ids=(), seed=8, samples=2,
         overflow="slide", logprobs=1,
     )  # fmt: skip
-    assert seen == [expected]
+    assert seen == [(expected, {"ablate": ["0.1", "1.0", "1.1"]})]
 
 
 def test_text_for_a_model_without_a_tokenizer_says_what_to_do(
