@@ -29,6 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     tokenize.add_argument("--json", action="store_true", help='one object a line: {"id": ..., "token": ...}')
     tokenize.set_defaults(command="tokenize")
     _add_attention(commands)
+    _add_parity(commands)
     about = "show a model's configuration, size and files"
     info = commands.add_parser("info", help=about, description=about.capitalize() + ".")
     _add_model(info)
@@ -144,6 +145,20 @@ def _head(text: str) -> str:
     if not re.fullmatch(r"[0-9]+\.[0-9]+", text):
         raise argparse.ArgumentTypeError(f"write heads as LAYER.HEAD, and the prompt before --ablate, not {text!r}")
     return text
+
+
+def _add_parity(commands: Any) -> None:
+    about = "prove on this machine that a model gives the numbers published for it, and what transformers gives"
+    parser: argparse.ArgumentParser = commands.add_parser("parity", help=about, description=f"{about.capitalize()}.")
+    parser.set_defaults(command="parity")
+    _add_model(parser)
+    group = parser.add_argument_group("comparison")
+    group.add_argument(
+        "-p", "--prompt", action="append", default=[], metavar="TEXT", help="compare on this text too (repeatable)"
+    )
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
+    group.add_argument("--dtype", nargs="+", action="extend", help="one or several formats, each checked [float32]")
+    group.add_argument("--json", action="store_true", help="one JSON object with every check")
 
 
 def _bias(text: str) -> tuple[int, float]:

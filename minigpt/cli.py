@@ -365,4 +365,46 @@ def _info(args: argparse.Namespace) -> None:
     print(f"{cache / 2**20:,.1f} MiB of keys and values for a full context of {config.n_positions} tokens")
 
 
-_COMMANDS = {"generate": _generate, "tokenize": _tokenize, "info": _info, "attention": _attention}
+def _parity(args: argparse.Namespace) -> None:
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch
+
+    from minigpt import parity
+    from minigpt.published import row, to_json
+
+    checks = parity.run(
+        args.model,
+        prompts=[_without_surrogates(text) for text in args.prompt],
+        dtypes=args.dtype or ["float32"],
+        device=args.device,
+        revision=args.revision,
+        offline=args.offline,
+        progress=True,
+    )
+    done = []
+    if not args.json:
+        print(f"parity of {args.model}, torch {torch.__version__}")
+    for check in checks:
+        done.append(check)
+        if not args.json:
+            previous = done[-2] if len(done) > 1 else None
+            print(row(check, previous), flush=True)
+    passed, failed, skipped = (sum(check.passed is kind for check in done) for kind in (True, False, None))
+    if args.json:
+        record = {"model": args.model, "torch": torch.__version__, "passed": passed, "failed": failed}
+        _print_json({**record, "skipped": skipped, "checks": [to_json(check) for check in done]})
+    else:
+        print(f"\n{passed} passed, {failed} failed, {skipped} skipped")
+    if failed:
+        names = [check.name for check in done if check.passed is False]
+        more = f" and {failed - 3} more" if failed > 3 else ""
+        raise MiniGPTError(f"parity fails for {args.model}: {'; '.join(names[:3])}{more}")
+
+
+_COMMANDS = {
+    "generate": _generate,
+    "tokenize": _tokenize,
+    "attention": _attention,
+    "parity": _parity,
+    "info": _info,
+}

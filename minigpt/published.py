@@ -1,0 +1,319 @@
+"""The official files, and the numbers that others have published for them: data/published.json, checked one by one.
+
+Every entry names its source and its tolerance; the file says how both were chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minigpt import scoring
+from minigpt.generation import LanguageModel
+from minigpt.model import Record
+from minigpt.sampling import process
+from minigpt.tokenizer import Tokenizer
+
+# What a format may add to a tolerance stated for float32, as a fraction of the largest logit (or of 1, for
+# probabilities): about ten units in its last place.
+SLACK = {"float32": 0.0, "float16": 5e-3, "bfloat16": 4e-2, "int8": 4e-2}
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    group: "file", "published", "tokenizer" or "transformers".      name: which of them.
+    dtype: what the model ran in; None where no model ran.
+    passed: None where it was skipped; `detail` then has the reason.
+    difference, tolerance: what was found and what is allowed; None where that is no number.
+    layers: the difference in each block, where it was measured per block.
+    source: who published the number.
+    """
+
+    group: str
+    name: str
+    passed: bool | None
+    detail: str = ""
+    difference: float | None = None
+    tolerance: float | None = None
+    dtype: str | None = None
+    layers: list[float] | None = None
+    source: str | None = None
+
+
+def row(check: Check, previous: Check | None = None) -> str:
+    """The check as a line of a table, after a heading where its group or format is not that of the check before."""
+    status = {True: "pass", False: "FAIL", None: "skip"}[check.passed]
+    figures = [f"{value:.1e}" if value is not None else "" for value in (check.difference, check.tolerance)]
+    line = f"  {status}  {check.name:<{62 if check.group == 'transformers' else 28}} {figures[0]:>8} {figures[1] and '<= ' + figures[1]:>11}  {check.detail}".rstrip()
+    if previous and (check.group, check.dtype) == (previous.group, previous.dtype):
+        return line
+    return f"\n{_HEADINGS[check.group]}{f', {check.dtype}' if check.dtype else ''}\n{line}"
+
+
+_HEADINGS = {
+    "file": "the file",
+    "tokenizer": "tokenizer vectors",
+    "published": "published numbers",
+    "transformers": "compared with transformers in float32",
+}
+
+
+def to_json(check: Check) -> dict[str, Any]:
+    """The check as JSON values; figures that are not finite are null."""
+
+    def finite(value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
+
+    layers = None if check.layers is None else [finite(value) for value in check.layers]
+    figures = {"difference": finite(check.difference), "tolerance": finite(check.tolerance), "layers": layers}
+    return {**asdict(check), **figures}
+
+
+def read() -> dict[str, Any]:
+    """The data: "files" (official models by alias), "checks" and "tokenizer" (lists of entries with their sources)."""
+    data = resources.files("minigpt").joinpath("data", "published.json").read_text("utf-8")
+    found: dict[str, Any] = json.loads(data)
+    return found
+
+
+def identify(described: dict[str, Any], files: dict[str, Any]) -> tuple[str | None, Check]:
+    """Which official model the weight files are, by sha256 (None: no official one), and the check that says so.
+
+    described: what checkpoint.describe gives.      files: "files" of the data.
+    """
+    hashes = [file["sha256"] for file in described["files"]]
+    name = next((name for name, known in files.items() if hashes == [known["sha256"]]), None)
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in described["dtypes"].items())
+    what = f"{described['tensors']} tensors ({dtypes}), {described['bytes']:,} bytes, sha256 {', '.join(hashes)}"
+    if name is None:
+        return None, Check(
+            "file", "official", None, f"not an official file (a copy in another format, a fine-tune): {what}"
+        )
+    known = files[name]
+    return name, Check("file", "official", True, f"the official {known['repo']} @ {known['revision'][:8]}: {what}")
+
+
+def check_published(lm: LanguageModel, entries: list[Entry]) -> Iterator[Check]:
+    """Check each entry, whose numbers must be about this very model."""
+    dtype = str(lm.dtype).removeprefix("torch.")
+    for entry in entries:
+        difference, tolerance, detail = _KINDS[entry["kind"]](lm, entry)
+        tolerance = float(f"{tolerance:.3g}")
+        yield Check(
+            "published",
+            entry["id"],
+            difference <= tolerance,  # False for NaN
+            f"{entry['kind']}{': ' if detail else ''}{detail}",
+            difference,
+            tolerance,
+            dtype,
+            source=entry["source"],
+        )
+
+
+def check_tokenizer(tokenizer: Tokenizer | None, vectors: list[Entry]) -> Check:
+    """Encode and decode each text. Skipped where the vocabulary is not GPT-2's."""
+    gpt2 = Tokenizer.gpt2()
+    if tokenizer is None:
+        return Check("tokenizer", "vectors", None, "the model has no tokenizer")
+    ids = range(gpt2.n_vocab)
+    if not all(id in tokenizer and tokenizer.token_bytes(id) == gpt2.token_bytes(id) for id in ids):
+        return Check("tokenizer", "vectors", None, "the model's vocabulary is not GPT-2's")
+    wrong = [
+        vector["text"]
+        for vector in vectors
+        if tokenizer.encode(vector["text"], special=vector.get("special", False)) != vector["ids"]
+        or tokenizer.decode(vector["ids"]) != vector["text"]
+    ]
+    detail = f"{len(vectors) - len(wrong)} of {len(vectors)} texts encode and decode as published"
+    return Check("tokenizer", "vectors", not wrong, f"{detail}; not {wrong[0]!r}" if wrong else detail)
+
+
+def slack(lm: LanguageModel) -> float:
+    """What the model's format adds to a tolerance: a fraction, see SLACK."""
+    return SLACK.get(str(lm.dtype).removeprefix("torch."), 0.0)
+
+
+# A kind takes the model and the entry, and gives the largest difference, the tolerance in this format, and what to say.
+Outcome = tuple[float, float, str]
+
+
+def _greedy(lm: LanguageModel, entry: Entry) -> Outcome:
+    """The tokens of `generate`; where one differs, how far its logit is above the published one's, and so on."""
+    prompt, ids, options = entry["prompt_ids"], entry["ids"], entry.get("options", {})
+    done, worst, scale, ties = 0, 0.0, 0.0, []
+    while done < len(ids):
+        params = {"max_new_tokens": len(ids) - done, "stop_ids": (), **options}
+        completion = lm.generate(prompt + ids[:done], **params)
+        text = entry.get("text")
+        if completion.ids == ids[done:] or (not done and text and lm.tokenizer and text in completion.text):
+            break
+        at = next((i for i, (a, b) in enumerate(zip(completion.ids, ids[done:], strict=False)) if a != b), None)
+        if at is None:  # the context is too short for this entry
+            return math.inf, entry["tolerance"], f"only {len(completion.ids)} tokens of {len(ids)}"
+        done, ours = done + at, completion.ids[at]
+        scores = _processed(lm, prompt + ids[:done], done, options)
+        worst = max(worst, float(scores[ours] - scores[ids[done]]))
+        scale = max(scale, float(scores[scores.isfinite()].abs().max()))
+        ties.append(f"token {done + 1} is {_name(lm, ours)}, published {_name(lm, ids[done])}")
+        done += 1
+    detail = f"{len(ids)} tokens, {ties[0]}" if ties else f"{len(ids)} of {len(ids)} tokens"
+    return worst, entry["tolerance"] + 2 * slack(lm) * scale, detail
+
+
+def _processed(lm: LanguageModel, history: list[int], drawn: int, options: dict[str, Any]) -> Tensor:
+    from minigpt.config import SamplingParams
+
+    logits = _logits(lm, history)[-1]
+    return process(logits, history, drawn, SamplingParams(**options), (), lm.missing_ids)
+
+
+def _name(lm: LanguageModel, id: int) -> str:
+    return f"{id} {lm.tokenizer.decode([id])!r}" if lm.tokenizer else str(id)
+
+
+@torch.inference_mode()
+def _logits(lm: LanguageModel, ids: list[int]) -> Tensor:
+    """[T,V] float32 on the CPU."""
+    return lm.model(torch.tensor([ids], device=lm.device))[0].float().cpu()
+
+
+@torch.inference_mode()
+def _record(lm: LanguageModel, ids: list[int]) -> tuple[Tensor, Record]:
+    """Hidden states after ln_f [T,E] float32 on the CPU, and what the blocks did."""
+    record = Record()
+    hidden = lm.model.hidden(torch.tensor([ids], device=lm.device), record=record)
+    return hidden[0].float().cpu(), record
+
+
+def _argmax(lm: LanguageModel, entry: Entry) -> Outcome:
+    """How far the best logit is above that of the published token."""
+    hook = None
+    if "zero_mlp" in entry:
+        hook = lm.model.h[entry["zero_mlp"]].mlp.register_forward_hook(lambda *args: torch.zeros_like(args[2]))
+    try:
+        logits = _logits(lm, entry["prompt_ids"])[-1]
+    finally:
+        if hook is not None:
+            hook.remove()
+    (expected,) = entry["ids"]
+    best = int(logits.argmax())
+    detail = f"best is {_name(lm, best)}, published {_name(lm, expected)}"
+    tolerance = entry["tolerance"] + 2 * slack(lm) * float(logits.abs().max())
+    return float(logits[best] - logits[expected]), tolerance, detail
+
+
+def _compared(lm: LanguageModel, entry: Entry, ours: Tensor, scale: float, names: list[str] | None = None) -> Outcome:
+    """The largest difference between our numbers and entry["values"] (flattened, in the same order)."""
+    theirs = torch.tensor(list(_flat(entry["values"])), dtype=torch.float64)
+    differences = (ours.double().flatten() - theirs).abs()
+    at = int(differences.argmax())  # a NaN counts as the largest
+    where = f" at {names[at]}" if names else ""
+    detail = (
+        f"{ours.flatten()[at]:.6g}, published {theirs[at]:.6g}{where}" if differences[at] > entry["tolerance"] else ""
+    )
+    return float(differences[at]), entry["tolerance"] + slack(lm) * scale, detail
+
+
+def _flat(values: Any) -> Iterator[float]:
+    if isinstance(values, list):
+        for value in values:
+            yield from _flat(value)
+    else:
+        yield values
+
+
+def _last_logits(figure: Callable[[Tensor, list[int]], Tensor], unit: bool = False) -> Callable[..., Outcome]:
+    """A kind whose numbers come from the logits after the last token. unit: they are probabilities."""
+
+    def kind(lm: LanguageModel, entry: Entry) -> Outcome:
+        logits = _logits(lm, entry["prompt_ids"])[-1]
+        names = [_name(lm, id) for id in entry["ids"]] if len(entry["ids"]) == len(entry["values"]) else None
+        return _compared(lm, entry, figure(logits, entry["ids"]), 1.0 if unit else float(logits.abs().max()), names)
+
+    return kind
+
+
+def _log_probabilities(lm: LanguageModel, entry: Entry) -> Outcome:
+    """Of each token of prompt_ids from index `first` on, given those before it; or the sum of them."""
+    _, logprobs = scoring.log_probabilities(lm.model, entry["prompt_ids"])
+    ours = torch.tensor(logprobs[entry["first"] - 1 :], dtype=torch.float64)
+    if entry["kind"] == "log-probability":
+        ours = ours.sum(0, keepdim=True)
+    return _compared(lm, entry, ours, float(ours.abs().max()))
+
+
+def _loss(lm: LanguageModel, entry: Entry) -> Outcome:
+    """Mean negative log-probability over all predictions of the rows."""
+    heads = [tuple(head) for head in entry.get("ablate", [])]
+    logprobs = [p for row in entry["rows"] for p in scoring.log_probabilities(lm.model, row, None, heads)[1]]
+    loss = -math.fsum(logprobs) / len(logprobs)
+    return _compared(lm, entry, torch.tensor([loss], dtype=torch.float64), abs(loss))
+
+
+def _hidden(lm: LanguageModel, entry: Entry) -> Outcome:
+    """The first numbers of the hidden state after ln_f at one position."""
+    hidden, _ = _record(lm, entry["prompt_ids"])
+    ours = hidden[entry["position"], : len(entry["values"])]
+    return _compared(lm, entry, ours, float(hidden.abs().max()))
+
+
+def _final_scale(lm: LanguageModel, entry: Entry) -> Outcome:
+    """What ln_f divides by at the last position: the standard deviation of the residual stream."""
+    _, record = _record(lm, entry["prompt_ids"])
+    last = record.residuals[-1][0, -1].double().cpu()
+    ours = (last.var(unbiased=False) + lm.config.layer_norm_epsilon).sqrt()
+    return _compared(lm, entry, ours, float(ours))
+
+
+@torch.inference_mode()
+def _logit_lens(lm: LanguageModel, entry: Entry) -> Outcome:
+    """The residual stream at the last position (embeddings, then after each block) through ln_f and the head."""
+    _, record = _record(lm, entry["prompt_ids"])
+    stages = torch.stack([residual[0, -1] for residual in record.residuals])  # (L + 1, E)
+    logits = lm.model.head(lm.model.ln_f(stages)).float().cpu()  # (L + 1, V)
+    return _compared(lm, entry, logits[:, entry["ids"]].t(), float(logits.abs().max()))
+
+
+def _attention(lm: LanguageModel, entry: Entry) -> Outcome:
+    """The attention weights of some heads and queries, each over the tokens that the query sees."""
+    _, record = _record(lm, entry["prompt_ids"])
+    rows = [(layer, head, query) for layer, head in entry["heads"] for query in entry["queries"]]
+    ours = [record.attentions[layer][0, head, query, : query + 1].float().cpu() for layer, head, query in rows]
+    names = [f"L{layer}H{head} from {query} to {key}" for layer, head, query in rows for key in range(query + 1)]
+    return _compared(lm, entry, torch.cat(ours), 1.0, names)
+
+
+@torch.inference_mode()
+def _bias_through_head(lm: LanguageModel, entry: Entry) -> Outcome:
+    """The head applied to ln_f's bias, minus the mean over the vocabulary."""
+    logits = lm.model.head(lm.model.ln_f.bias).float().cpu()
+    return _compared(lm, entry, (logits - logits.mean())[entry["ids"]], float(logits.abs().max()))
+
+
+_KINDS: dict[str, Callable[[LanguageModel, Entry], Outcome]] = {
+    "greedy": _greedy,
+    "argmax": _argmax,
+    "logits": _last_logits(lambda logits, ids: logits[ids]),
+    "logits minus their mean": _last_logits(lambda logits, ids: (logits - logits.mean())[ids]),
+    "logit difference": _last_logits(lambda logits, ids: logits[ids[:1]] - logits[ids[1:]]),
+    "probabilities": _last_logits(lambda logits, ids: logits.softmax(-1)[ids], unit=True),
+    "log-probabilities": _log_probabilities,
+    "log-probability": _log_probabilities,
+    "loss": _loss,
+    "hidden state": _hidden,
+    "final scale": _final_scale,
+    "logit lens": _logit_lens,
+    "attention": _attention,
+    "ln_f bias through the head": _bias_through_head,
+}
