@@ -25,9 +25,9 @@ from minigpt.published import Check, check_published, check_tokenizer, identify,
 from minigpt.sampling import process
 from minigpt.sequence import encode
 
-# float32, as fractions of the largest logit, of a vector's length, and of 1. Measured on random models with GPT-2's
-# layout, 124M parameters and large weights: LOGITS_MEASURED, VECTORS_MEASURED, ATTENTION_MEASURED.
-LOGITS, VECTORS, ATTENTION = 1e-5, 2e-5, 1e-5
+# float32, as fractions of the largest logit, of a vector's length, and of 1. Measured on random weights in GPT-2's
+# 124M layout, with a standard deviation (0.1) that makes rounding grow from block to block: 4e-6, 5e-6, 1.3e-5.
+LOGITS, VECTORS, ATTENTION = 4e-5, 5e-5, 1e-4
 # The other formats, all three: see published.SLACK, and a factor for what adds up from block to block.
 LOOSE = {"float16": 1e-2, "bfloat16": 8e-2, "int8": 8e-2}
 
@@ -39,7 +39,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_k": 20},
     {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
 )
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 NEW_TOKENS = 16
 SHORT = 64  # tokens up to which every layer's output is compared: the memory for more would be gigabytes
 Prompts = dict[str, list[int]]  # token ids by a name to show
@@ -112,7 +112,7 @@ def choose_prompts(lm: LanguageModel, texts: Sequence[str] = ()) -> Prompts:
 
 
 def load_reference(folder: Path, lm: LanguageModel) -> Any:
-    """The model in `folder` as transformers loads it, in float32 on lm's device; or a skipped Check that says why not."""
+    """The model in `folder` as transformers loads it, in float32 on lm's device; or a skipped Check that says why."""
     try:
         transformers: Any = import_module("transformers")
     except ImportError:
@@ -171,9 +171,9 @@ def _compare_logits(lm: LanguageModel, reference: Any, name: str, ids: list[int]
     """Largest and mean difference over all positions, 64 of them at a time: V is large."""
     batch = torch.tensor([ids], device=lm.device)
     ours = lm.model.hidden(batch)[0]
-    theirs = reference.transformer(batch).last_hidden_state[0]
+    theirs: Tensor = reference.transformer(batch).last_hidden_state[0]
     largest, total, scale = torch.zeros(()), 0.0, 0.0
-    for rows, wanted in zip(ours.split(64), theirs.split(64), strict=True):
+    for rows, wanted in zip(torch.split(ours, 64), torch.split(theirs, 64), strict=True):
         logits = reference.lm_head(wanted)
         difference = (lm.model.head(rows).float() - logits).abs()
         largest = torch.maximum(largest, difference.max().cpu())  # not max(): NaN stays

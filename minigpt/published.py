@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minigpt import scoring
+from minigpt.config import SamplingParams
 from minigpt.generation import LanguageModel
 from minigpt.model import Record
 from minigpt.sampling import process
@@ -54,7 +55,9 @@ def row(check: Check, previous: Check | None = None) -> str:
     """The check as a line of a table, after a heading where its group or format is not that of the check before."""
     status = {True: "pass", False: "FAIL", None: "skip"}[check.passed]
     figures = [f"{value:.1e}" if value is not None else "" for value in (check.difference, check.tolerance)]
-    line = f"  {status}  {check.name:<{62 if check.group == 'transformers' else 28}} {figures[0]:>8} {figures[1] and '<= ' + figures[1]:>11}  {check.detail}".rstrip()
+    width = 62 if check.group == "transformers" else 28
+    allowed = f"<= {figures[1]}" if figures[1] else ""
+    line = f"  {status}  {check.name:<{width}} {figures[0]:>8} {allowed:>10}  {check.detail}".rstrip()
     if previous and (check.group, check.dtype) == (previous.group, previous.dtype):
         return line
     return f"\n{_HEADINGS[check.group]}{f', {check.dtype}' if check.dtype else ''}\n{line}"
@@ -172,10 +175,7 @@ def _greedy(lm: LanguageModel, entry: Entry) -> Outcome:
 
 
 def _processed(lm: LanguageModel, history: list[int], drawn: int, options: dict[str, Any]) -> Tensor:
-    from minigpt.config import SamplingParams
-
-    logits = _logits(lm, history)[-1]
-    return process(logits, history, drawn, SamplingParams(**options), (), lm.missing_ids)
+    return process(_logits(lm, history)[-1], history, drawn, SamplingParams(**options), (), lm.missing_ids)
 
 
 def _name(lm: LanguageModel, id: int) -> str:
@@ -185,7 +185,8 @@ def _name(lm: LanguageModel, id: int) -> str:
 @torch.inference_mode()
 def _logits(lm: LanguageModel, ids: list[int]) -> Tensor:
     """[T,V] float32 on the CPU."""
-    return lm.model(torch.tensor([ids], device=lm.device))[0].float().cpu()
+    logits: Tensor = lm.model(torch.tensor([ids], device=lm.device))
+    return logits[0].float().cpu()
 
 
 @torch.inference_mode()
@@ -198,13 +199,14 @@ def _record(lm: LanguageModel, ids: list[int]) -> tuple[Tensor, Record]:
 
 def _argmax(lm: LanguageModel, entry: Entry) -> Outcome:
     """How far the best logit is above that of the published token."""
-    hook = None
+    hooks = []
     if "zero_mlp" in entry:
-        hook = lm.model.h[entry["zero_mlp"]].mlp.register_forward_hook(lambda *args: torch.zeros_like(args[2]))
+        mlp = lm.model.get_submodule(f"h.{entry['zero_mlp']}.mlp")
+        hooks.append(mlp.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)))
     try:
         logits = _logits(lm, entry["prompt_ids"])[-1]
     finally:
-        if hook is not None:
+        for hook in hooks:
             hook.remove()
     (expected,) = entry["ids"]
     best = int(logits.argmax())
