@@ -27,7 +27,7 @@ from minigpt.sequence import encode
 
 # float32, as fractions of the largest logit, of a vector's length, and of 1. Measured on random weights in GPT-2's
 # 124M layout, with a standard deviation (0.1) that makes rounding grow from block to block: 4e-6, 5e-6, 1.3e-5.
-LOGITS, VECTORS, ATTENTION = 4e-5, 5e-5, 1e-4
+LOGITS, VECTORS, ATTENTION = 4e-5, 1e-4, 1e-4
 # The other formats, all three: see published.SLACK, and a factor for what adds up from block to block.
 LOOSE = {"float16": 1e-2, "bfloat16": 8e-2, "int8": 8e-2}
 
@@ -305,8 +305,8 @@ def reference_ids(lm: LanguageModel, reference: Any, ids: list[int], params: Sam
 def _gap(
     lm: LanguageModel, reference: Any, history: list[int], drawn: int, params: SamplingParams, *tokens: list[int]
 ) -> tuple[float, float, float]:
-    """Where the ids part: how far transformers itself puts our token below its own, the largest score, and the margin
-    between its two best. Greedy: in scores. Sampled: in log(P/q), where the draw is the arg max."""
+    """Where the ids part: how far the worse of the two tokens is below the best by transformers' logits, the largest
+    score, and the margin between its two best. Greedy: in scores. Sampled: in log(P/q), whose arg max is the draw."""
     logits = reference(torch.tensor([history], device=lm.device)).logits[0, -1].cpu()
     scores = process(logits, history, drawn, params, lm.end_ids, lm.missing_ids)
     scale = float(scores[scores.isfinite()].abs().max())
@@ -317,5 +317,7 @@ def _gap(
         scores = scores.log_softmax(-1) - q.log()
     best, second = scores.topk(2).values.tolist()
     ours, theirs = (token[0] if token else -1 for token in tokens)
-    gap = float(scores[theirs] - scores[ours]) if min(ours, theirs) >= 0 else math.inf  # one of them stopped early
+    if min(ours, theirs) < 0:  # one of them stopped early
+        return math.inf, scale, best - second
+    gap = best - min(float(scores[ours]), float(scores[theirs]))
     return gap, scale, best - second

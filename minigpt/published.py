@@ -154,24 +154,22 @@ Outcome = tuple[float, float, str]
 def _greedy(lm: LanguageModel, entry: Entry) -> Outcome:
     """The tokens of `generate`; where one differs, how far its logit is above the published one's, and so on."""
     prompt, ids, options = entry["prompt_ids"], entry["ids"], entry.get("options", {})
-    done, worst, scale, ties = 0, 0.0, 0.0, []
-    while done < len(ids):
+    text, tolerance, worst, done, ties = entry.get("text"), entry["tolerance"], 0.0, 0, []
+    while done < len(ids) and worst <= tolerance:
         params = {"max_new_tokens": len(ids) - done, "stop_ids": (), **options}
         completion = lm.generate(prompt + ids[:done], **params)
-        text = entry.get("text")
         if completion.ids == ids[done:] or (not done and text and lm.tokenizer and text in completion.text):
             break
         at = next((i for i, (a, b) in enumerate(zip(completion.ids, ids[done:], strict=False)) if a != b), None)
         if at is None:  # the context is too short for this entry
-            return math.inf, entry["tolerance"], f"only {len(completion.ids)} tokens of {len(ids)}"
+            return math.inf, tolerance, f"only {len(completion.ids)} tokens of {len(ids)}"
         done, ours = done + at, completion.ids[at]
         scores = _processed(lm, prompt + ids[:done], done, options)
         worst = max(worst, float(scores[ours] - scores[ids[done]]))
-        scale = max(scale, float(scores[scores.isfinite()].abs().max()))
+        tolerance = max(tolerance, entry["tolerance"] + 2 * slack(lm) * float(scores[scores.isfinite()].abs().max()))
         ties.append(f"token {done + 1} is {_name(lm, ours)}, published {_name(lm, ids[done])}")
         done += 1
-    detail = f"{len(ids)} tokens, {ties[0]}" if ties else f"{len(ids)} of {len(ids)} tokens"
-    return worst, entry["tolerance"] + 2 * slack(lm) * scale, detail
+    return worst, tolerance, f"{len(ids)} tokens, {ties[-1]}" if ties else f"{len(ids)} of {len(ids)} tokens"
 
 
 def _processed(lm: LanguageModel, history: list[int], drawn: int, options: dict[str, Any]) -> Tensor:
