@@ -28,8 +28,8 @@ from minigpt.sequence import encode
 # float32, as fractions of the largest logit, of a vector's length, and of 1. Measured on random weights in GPT-2's
 # 124M layout, with a standard deviation (0.1) that makes rounding grow from block to block: 4e-6, 5e-6, 1.3e-5.
 LOGITS, VECTORS, ATTENTION = 4e-5, 1e-4, 1e-4
-# The other formats, all three: see published.SLACK, and a factor for what adds up from block to block.
-LOOSE = {"float16": 1e-2, "bfloat16": 8e-2, "int8": 8e-2}
+# All three in the other formats. Measured likewise, with 0.05: float16 3e-3, bfloat16 3e-2. int8: not measured.
+LOOSE = {"float16": 3e-2, "bfloat16": 2e-1, "int8": 2e-1}
 
 PROMPTS = ("The meaning of life is", "def fibonacci(n):\n    if n < 2:\n", "Ünïcödé: 東京 🙂, don't   stop")
 SETTINGS: tuple[dict[str, Any], ...] = (

@@ -23,8 +23,8 @@ from minigpt.sampling import process
 from minigpt.tokenizer import Tokenizer
 
 # What a format may add to a tolerance stated for float32, as a fraction of the largest logit (or of 1, for
-# probabilities): about ten units in its last place.
-SLACK = {"float32": 0.0, "float16": 5e-3, "bfloat16": 4e-2, "int8": 4e-2}
+# probabilities). Measured on random weights in GPT-2's 124M layout: float16 2e-3, bfloat16 2e-2. int8: not measured.
+SLACK = {"float16": 1e-2, "bfloat16": 8e-2, "int8": 8e-2}
 Entry = dict[str, Any]
 
 
