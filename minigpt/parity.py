@@ -122,7 +122,9 @@ def load_reference(folder: Path, lm: LanguageModel) -> Any:
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:
-        model = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager", local_files_only=True)
+        model, info = transformers.GPT2LMHeadModel.from_pretrained(
+            folder, attn_implementation="eager", local_files_only=True, output_loading_info=True
+        )
     except Exception as error:  # whatever transformers does not read, minigpt has no reference for
         return Check(
             "transformers", "all", None, f"transformers cannot load the model: {' '.join(str(error).split())[:200]}"
@@ -131,6 +133,9 @@ def load_reference(folder: Path, lm: LanguageModel) -> Any:
         log.set_verbosity(level)
         if bars:
             log.enable_progress_bar()
+    missing = sorted(set(info["missing_keys"]) - {"lm_head.weight"})  # which is wte, where it is not stored
+    if missing:  # names that minigpt knows and transformers does not: it would go on with random weights
+        return Check("transformers", "all", None, f"transformers does not find {missing[0]} and others in the model")
     # Only what is asked for, whatever generation_config.json says, and the same end ids.
     model.generation_config = transformers.GenerationConfig(eos_token_id=list(lm.end_ids) or None, pad_token_id=0)
     return model.float().to(lm.device).eval()

@@ -379,6 +379,14 @@ def test_a_good_model_passes_and_wrong_ids_fail(folder: Path, monkeypatch: pytes
     assert all("top-2 margin" in check.detail for check in wrong)
 
 
+def test_a_small_trained_model_passes(golden: Path) -> None:
+    """bbycroft/llm-viz's network, which sorts three letters: really trained weights, an untied head, no tokenizer."""
+    checks = list(parity.run(golden / "llmviz", offline=True, device="cpu"))
+    assert [check for check in checks if check.passed is False] == []
+    assert sum(check.passed is True for check in checks) == 14
+    assert [check.group for check in checks if check.passed is None] == ["file", "tokenizer", "published"]
+
+
 def test_the_command_finds_a_wrong_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -404,6 +412,18 @@ def test_what_cannot_be_checked_is_skipped_with_the_reason(
     assert "skip  all" in out and "transformers is not installed" in out and err == ""
     assert "not an official file" in out and "they hold for the official files only" in out and "no tokenizer" in out
     assert "0 passed, 0 failed, 4 skipped" in out
+
+
+def test_no_comparison_with_random_weights(folder: Path, tmp_path: Path) -> None:
+    """transformers initialises what it does not find, with no more than a warning."""
+    from safetensors.torch import load_file, save_file
+
+    state = {f"_orig_mod.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    checks = list(parity.run(tmp_path, offline=True, device="cpu"))
+    assert checks[-1].group == "transformers" and checks[-1].passed is None
+    assert "transformers does not find transformer.h.0.attn.c_attn.bias and others" in checks[-1].detail
 
 
 def test_given_prompts_are_compared_and_bad_ones_refused(
