@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import warnings
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from minigpt.config import GPT2Config, SamplingParams, integer
 from minigpt.errors import DeviceError, MiniGPTError, PromptError
 from minigpt.model import GPT2
 from minigpt.scoring import Score
-from minigpt.sequence import Completion, Prompt, Request, Row, Step, encode, is_one_prompt
+from minigpt.sequence import Completion, Failure, Prompt, Request, Row, Step, Task, encode, is_one_prompt
 from minigpt.tokenizer import Tokenizer
 
 
@@ -108,6 +109,12 @@ BATCH_SIZE = 8
 Heads = Collection[tuple[int, int]]  # (layer, head) pairs to switch off
 
 
+def _completed(result: Completion | Failure) -> Completion:
+    if isinstance(result, Failure):
+        raise result.error
+    return result
+
+
 class LanguageModel:
     """A GPT-2 with its tokenizer. Safe to use from several threads: a call keeps its state to itself.
 
@@ -175,6 +182,29 @@ class LanguageModel:
         """
         return self._complete(prompts, params, batch_size, ablate, overrides)
 
+    def generate_each(self, tasks: Iterable[Task], *, batch_size: int = BATCH_SIZE) -> Iterator[Completion | Failure]:
+        """Continue prompts with parameters of their own, where one that fails must not stop the others.
+
+        tasks: (prompt, SamplingParams) pairs, read as needed; or a Failure, which comes out in its turn.
+        Gives, in order, a Completion for each sample of each task, or a Failure: one for a prompt that cannot be used,
+        and one for a sample that could not go on (no token left to draw, logits that are not finite).
+        """
+
+        def rows() -> Iterator[Row | Failure]:
+            for task in tasks:
+                if isinstance(task, Failure):
+                    yield task
+                    continue
+                try:
+                    request = Request(self, *task)
+                except (MiniGPTError, ValueError) as error:
+                    yield Failure(error)
+                    continue
+                for sample in range(request.params.samples):
+                    yield Row(self, request, sample)
+
+        return self._in_order(rows(), integer("batch_size", batch_size, 1), [])
+
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, ablate: Iterable[str] = (), **overrides: Any
     ) -> Iterator[Step]:
@@ -188,7 +218,16 @@ class LanguageModel:
         if not is_one_prompt(prompt) and len(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
         row = Row(self, Request(self, prompt, params), 0)
-        return (step for _, step in self._run(iter([row]), 1, self._heads(ablate)) if step)
+        heads = self._heads(ablate)
+
+        def steps() -> Iterator[Step]:
+            for _, step in self._run(iter([row]), 1, heads):
+                if step:
+                    yield step
+            if row.error:
+                raise row.error
+
+        return steps()
 
     def score(
         self,
@@ -265,24 +304,21 @@ class LanguageModel:
         if isinstance(prompts, Sequence):
             batch_size = max(1, min(batch_size, sum(request.params.samples for request in requests())))
         rows = (Row(self, request, sample) for request in requests() for sample in range(request.params.samples))
-        return self._in_order(rows, batch_size, heads)
+        return (_completed(result) for result in self._in_order(rows, batch_size, heads))
 
-    def _in_order(self, rows: Iterator[Row], batch_size: int, heads: Heads) -> Iterator[Completion]:
-        """Run the rows and give their completions in the order in which the rows came."""
-        order: list[Row] = []  # rows whose completions are not given yet
-        failure: MiniGPTError | ValueError | None = None
+    def _in_order(self, rows: Iterator[Row | Failure], batch_size: int, heads: Heads) -> Iterator[Completion | Failure]:
+        """Run the rows and give what becomes of them in the order in which they came."""
+        order: deque[Row | Failure] = deque()  # what is not given yet
 
-        def admitted() -> Iterator[Row | None]:
-            nonlocal failure
-            while failure is None:
+        def admitted() -> Iterator[Row | Failure | None]:
+            while True:
                 if len(order) >= 4 * batch_size:  # bounds what waits for one long row; None: not now
                     yield None
                     continue
                 try:
                     row = next(rows, None)
-                except (MiniGPTError, ValueError) as error:  # finish what is in work first
-                    failure = error
-                    return
+                except (MiniGPTError, ValueError) as error:  # finish what is in work first; `rows` ends here
+                    row = Failure(error)
                 if row is None:
                     return
                 order.append(row)
@@ -290,20 +326,21 @@ class LanguageModel:
 
         for _ in self._run(admitted(), batch_size, heads):
             while order and order[0].finish_reason:
-                yield order.pop(0).completion()
-        if failure is not None:
-            raise failure
+                done = order.popleft()
+                yield done if isinstance(done, Failure) else Failure(done.error) if done.error else done.completion()
 
-    def _run(self, waiting: Iterator[Row | None], slots: int, heads: Heads) -> Iterator[tuple[Row, Step | None]]:
+    def _run(
+        self, waiting: Iterator[Row | Failure | None], slots: int, heads: Heads
+    ) -> Iterator[tuple[Row | Failure, Step | None]]:
         """The decoding loop: yield each row's steps as they are drawn. A row that ends makes room for the next.
 
-        A row that draws nothing comes with None.
+        A row that draws nothing comes with None, and so does one that fails: it ends with its `error` set.
         """
         cache: KVCache | None = None
         active: list[Row] = []  # row i of the cache belongs to active[i]
         while True:
             while len(active) < slots and (row := next(waiting, None)) is not None:
-                if row.finish_reason:  # max_new_tokens=0
+                if isinstance(row, Failure) or row.finish_reason:  # max_new_tokens=0
                     yield row, None
                     continue
                 if cache is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minigpt.config import SamplingParams
-from minigpt.errors import CheckpointError, PromptError, TokenizerError
+from minigpt.errors import CheckpointError, MiniGPTError, PromptError, TokenizerError
 from minigpt.sampling import check_params, draw, log_probabilities, process
 from minigpt.tokenizer import TextStream
 
@@ -59,6 +59,17 @@ class Completion:
     finish_reason: str
     logprobs: list[TokenLogprob] | None
     seed: int | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a prompt could not be used, or why one of its samples could not go on."""
+
+    error: MiniGPTError | ValueError
+    finish_reason = "error"  # as in Row: there is nothing left to do
+
+
+Task = tuple[Prompt, SamplingParams] | Failure  # what generate_each takes
 
 
 def is_one_prompt(prompt: Any) -> bool:
@@ -120,6 +131,7 @@ class Row:
         self.limit = lm.config.n_positions
         self.slid = False
         self.finish_reason: str | None = None if params.max_new_tokens else "length"
+        self.error: MiniGPTError | None = None
         self.steps: list[Step] = []
         self.end_ids = frozenset(lm.end_ids if params.stop_ids is None else params.stop_ids)
         self.missing_ids = lm.missing_ids
@@ -142,8 +154,16 @@ class Row:
         """The tokens to prefill: the whole history, or its end (half a context) once it no longer fits."""
         return self.history if len(self.history) <= self.limit else self.history[-max(self.limit // 2, 1) :]
 
+    def accept(self, logits: Tensor) -> Step | None:
+        """Draw a token from the logits [V]. None if that fails: this row then ends, with `error` set, and only this."""
+        try:
+            return self._draw(logits)
+        except MiniGPTError as error:
+            self.error, self.finish_reason = error, "error"
+            return None
+
     @torch.inference_mode()
-    def accept(self, logits: Tensor) -> Step:
+    def _draw(self, logits: Tensor) -> Step:
         """Draw a token from the logits [V] and work out what it shows and whether it is the last."""
         params, drawn = self.params, len(self.steps)
         try:
