@@ -99,6 +99,15 @@ def _add_generate(commands: Any) -> None:
     group.add_argument("--stats", action="store_true", help="speed, memory and seed on stderr")
     group.add_argument("-v", "--verbose", action="store_true", help="what was loaded, on stderr")
 
+    group = parser.add_argument_group("many prompts")
+    group.add_argument(
+        "--input",
+        metavar="FILE",
+        help='a JSON object a line: "prompt" or "ids", with an "id" and any of the options above, if wanted',
+    )
+    group.add_argument("--output", metavar="FILE", help="where the records go, one a line [standard output]")
+    group.add_argument("--batch-size", type=int, metavar="N", help="prompts that are continued at a time [8]")
+    group.add_argument("--resume", action="store_true", help="go on with an --output that is not complete")
     _add_machine(parser)
 
 

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 from minigpt.arguments import make_parser
 from minigpt.config import SamplingParams, integer
 from minigpt.errors import MiniGPTError, PromptError
+from minigpt.progress import Progress
+from minigpt.records import as_record
 
 if TYPE_CHECKING:
     from minigpt.generation import LanguageModel
@@ -139,6 +141,14 @@ def _without_surrogates(text: str) -> str:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    if args.input is not None:
+        _run_job(args)
+        return
+    for name in ("output", "batch_size", "resume"):
+        if getattr(args, name) not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')} needs --input")
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs needs --json")
     params = _params(args)
     text = _prompt(args)
     ids = _parse_ids(text) if args.ids else None
@@ -156,6 +166,41 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = text if ids is None else ids  # text without a tokenizer: the library says what to do
     with _on_signal(_raise_stopped):
         _print_completions(args, lm, text, prompt, params)
+
+
+def _run_job(args: argparse.Namespace) -> None:
+    """generate --input: a record for each completion, to --output or standard output."""
+    from minigpt import jobs
+
+    if any(value is not None for value in (args.text, args.prompt, args.file)):
+        raise ValueError("the prompt is given twice: --input FILE holds the prompts")
+    for name in ("ids", "echo", "ablate"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} is for one prompt, not for --input")
+    if args.resume and args.output is None:
+        raise ValueError("--resume needs --output")
+    batch_size = 8 if args.batch_size is None else integer("--batch-size", args.batch_size, 1)
+    params = _params(args)
+    job = jobs.Job(
+        args.input,
+        args.output,
+        params,
+        {"model": args.model, "revision": args.revision, "dtype": args.dtype, "special": args.special},
+        resume=args.resume,
+    )
+    lm = _load(args)
+    started = time.perf_counter()
+    with _on_signal(_raise_stopped), Progress(job.total, "lines", job.done) as progress:
+        for record in job.records(lm, model=args.model, batch_size=batch_size, special=args.special):
+            if args.output is None:
+                _print_json(record)
+            progress.update(job.done, job.tokens)
+        progress.update(job.done, job.tokens)
+    if args.stats:
+        _print_rate("generation", job.tokens, time.perf_counter() - started)
+        _print_machine(lm)
+    if job.failed:
+        raise MiniGPTError(f"{job.failed} of {job.count} records are errors: see {args.output or 'standard output'}")
 
 
 def _load(args: argparse.Namespace) -> LanguageModel:
@@ -192,7 +237,7 @@ def _print_completions(
     for sample, completion in enumerate(lm.generate_many([prompt], params, ablate=args.ablate)):
         completions.append(completion)
         if args.json:
-            _print_json(_record(args, text, sample, completion))
+            _print_json(as_record(0, sample, None if args.ids else text, completion, args.model))
         else:
             shown = " ".join(map(str, completion.ids)) if args.ids else completion.text
             print("---\n" * (sample > 0) + _echo(args, text) + shown, flush=True)
@@ -202,9 +247,7 @@ def _print_completions(
 
 def _params(args: argparse.Namespace) -> SamplingParams:
     """The decoding options as SamplingParams."""
-    if args.logprobs is not None and not args.json:
-        raise ValueError("--logprobs needs --json")
-    if args.seed is None and args.temperature > 0:
+    if args.seed is None and args.temperature > 0 and args.input is None:
         args.seed = secrets.randbits(32)  # chosen here, so that --stats can name it
     given = {field.name: getattr(args, field.name) for field in fields(SamplingParams) if field.name in args}
     given |= {"logit_bias": dict(args.logit_bias), "stop_ids": () if args.ignore_eos else None}
@@ -280,14 +323,6 @@ def _print_machine(lm: LanguageModel) -> None:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(f"peak memory: {peak / 2**20:.0f} MiB\ndevice: {lm.device}, {lm.dtype}", file=sys.stderr)
-
-
-def _record(args: argparse.Namespace, text: str, sample: int, completion: Completion) -> dict[str, Any]:
-    """A completion as a JSON record."""
-    values = asdict(completion)
-    order = ["prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs"]
-    record = {"id": 0, "sample": sample, "prompt": None if args.ids else text}
-    return {**record, **{name: values[name] for name in order}, "model": args.model}
 
 
 def _print_json(record: dict[str, Any]) -> None:

@@ -327,7 +327,10 @@ class LanguageModel:
         for _ in self._run(admitted(), batch_size, heads):
             while order and order[0].finish_reason:
                 done = order.popleft()
-                yield done if isinstance(done, Failure) else Failure(done.error) if done.error else done.completion()
+                if isinstance(done, Failure):
+                    yield done
+                else:
+                    yield Failure(done.error, started=True) if done.error else done.completion()
 
     def _run(
         self, waiting: Iterator[Row | Failure | None], slots: int, heads: Heads

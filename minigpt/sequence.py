@@ -63,9 +63,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a prompt could not be used, or why one of its samples could not go on."""
+    """Why a prompt could not be used or, if `started`, why one of its samples could not go on."""
 
     error: MiniGPTError | ValueError
+    started: bool = False
     finish_reason = "error"  # as in Row: there is nothing left to do
 
 
