@@ -23,6 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"minigpt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_generate(commands)
+    _add_score(commands)
     tokenize = commands.add_parser("tokenize", help="show a text's tokens", description="Show a text's tokens.")
     _add_prompt(tokenize)
     _add_model(tokenize)
@@ -108,6 +109,27 @@ def _add_generate(commands: Any) -> None:
     group.add_argument("--output", metavar="FILE", help="where the records go, one a line [standard output]")
     group.add_argument("--batch-size", type=int, metavar="N", help="prompts that are continued at a time [8]")
     group.add_argument("--resume", action="store_true", help="go on with an --output that is not complete")
+    _add_machine(parser)
+
+
+def _add_score(commands: Any) -> None:
+    about = "how likely the model finds a text: log-probabilities, perplexity, bits per byte"
+    parser: argparse.ArgumentParser = commands.add_parser("score", help=about, description=about.capitalize() + ".")
+    parser.set_defaults(command="score", verbose=False)
+    _add_prompt(parser)
+    _add_model(parser)
+    group = parser.add_argument_group("scoring")
+    group.add_argument(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="for a text of any length: windows of a full context, each N tokens further; tokens are not listed then",
+    )
+    group.add_argument(
+        "--bos", action="store_true", help="put the beginning-of-text token first, to score the first one"
+    )
+    group.add_argument("--ids", action="store_true", help="the text is given as token ids")
+    group.add_argument("--json", action="store_true", help="one JSON object, with every token's log-probability")
     _add_machine(parser)
 
 

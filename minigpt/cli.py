@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,9 @@ from minigpt.records import as_record
 
 if TYPE_CHECKING:
     from minigpt.generation import LanguageModel
+    from minigpt.scoring import Score
     from minigpt.sequence import Completion, Step
+    from minigpt.tokenizer import Tokenizer
 
 
 class _Stopped(KeyboardInterrupt):
@@ -179,7 +182,7 @@ def _run_job(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is for one prompt, not for --input")
     if args.resume and args.output is None:
         raise ValueError("--resume needs --output")
-    batch_size = 8 if args.batch_size is None else integer("--batch-size", args.batch_size, 1)
+    batch_size = 8 if args.batch_size is None else integer("--batch-size", args.batch_size, 1, 4096)
     params = _params(args)
     job = jobs.Job(
         args.input,
@@ -329,6 +332,68 @@ def _print_json(record: dict[str, Any]) -> None:
     print(json.dumps(record), flush=True)  # ASCII: whatever the terminal's encoding, and no odd line breaks
 
 
+def _score(args: argparse.Namespace) -> None:
+    text = _prompt(args)
+    given = _parse_ids(text) if args.ids else None
+    if args.stride is not None:
+        integer("--stride", args.stride, 1)
+    lm = _load(args)
+
+    from minigpt import scoring
+    from minigpt.sequence import encode
+
+    stride, size = args.stride, lm.config.n_positions
+    if stride is not None:
+        integer("--stride", stride, 1, size)
+    if given is None and lm.tokenizer is not None:
+        ids: Sequence[int] = lm.tokenizer.encode_long(text, special=args.special)
+    else:
+        ids = encode(lm, text if given is None else given)
+    if args.bos:
+        ids = array("i", [lm.bos_id(), *ids])
+    if len(ids) < 2:
+        raise PromptError("there is nothing to score: that takes two tokens, or one and --bos")
+    if stride is None and len(ids) > size:
+        raise PromptError(
+            f"the text has {len(ids)} tokens, but the model's context is {size}: add --stride {size // 2}"
+        )
+    keep = args.json or stride is None
+    with _on_signal(_raise_stopped), Progress(len(ids), "tokens") if len(ids) > size else nullcontext() as bar:
+
+        def show(done: int) -> None:
+            if bar:
+                bar.update(done, done)
+
+        score = scoring.evaluate(lm.model, lm.tokenizer, ids, stride, keep=keep, progress=show)
+    if args.json:
+        figures = {name: value if value == value else None for name, value in asdict(score).items()}  # JSON has no NaN
+        _print_json({**figures, "model": args.model, "stride": stride})
+    else:
+        _print_score(lm, ids, score, tokens=stride is None)
+
+
+def _print_score(lm: LanguageModel, ids: Sequence[int], score: Score, tokens: bool) -> None:
+    """The tokens, one a line with the log-probability, if wanted; then the figures."""
+    if tokens:
+        for id, logprob in zip(ids, [None, *score.logprobs], strict=True):
+            shown = f"\t{_shown(lm.tokenizer, id)}" if lm.tokenizer else ""
+            print(f"{id}\t{'-' if logprob is None else format(logprob, '.4f')}{shown}")
+        print()
+    print(f"tokens         {len(ids)}\ntotal          {score.total:.4f}\nmean           {score.mean:.6f}")
+    print(f"perplexity     {score.perplexity:.6g}")
+    if score.bits_per_byte is not None:
+        print(f"bits per byte  {score.bits_per_byte:.6f}")
+
+
+def _shown(tokenizer: Tokenizer, id: int) -> str:
+    """A token as Python writes it: text, or bytes where it is part of a character."""
+    data = tokenizer.token_bytes(id)
+    try:
+        return repr(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        return repr(data)
+
+
 def _tokenize(args: argparse.Namespace) -> None:
     text = _prompt(args)
 
@@ -341,11 +406,7 @@ def _tokenize(args: argparse.Namespace) -> None:
     if tokenizer is None:
         raise TokenizerError(f"{args.model} has no tokenizer: it takes token ids only")
     for id in tokenizer.encode(text, special=args.special):
-        data = tokenizer.token_bytes(id)
-        try:
-            token = repr(data.decode("utf-8"))
-        except UnicodeDecodeError:  # part of a character
-            token = repr(data)
+        token = _shown(tokenizer, id)
         if args.json:
             _print_json({"id": id, "token": token})
         else:
@@ -438,6 +499,7 @@ def _parity(args: argparse.Namespace) -> None:
 
 _COMMANDS = {
     "generate": _generate,
+    "score": _score,
     "tokenize": _tokenize,
     "attention": _attention,
     "parity": _parity,

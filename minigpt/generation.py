@@ -203,7 +203,7 @@ class LanguageModel:
                 for sample in range(request.params.samples):
                     yield Row(self, request, sample)
 
-        return self._in_order(rows(), integer("batch_size", batch_size, 1), [])
+        return self._in_order(rows(), integer("batch_size", batch_size, 1, 4096), [])
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, ablate: Iterable[str] = (), **overrides: Any
@@ -250,11 +250,9 @@ class LanguageModel:
         ids = [*([self.bos_id()] if bos else []), *encode(self, text)]
         if len(ids) > size and stride is None:
             raise PromptError(f"the text has {len(ids)} tokens, but the model's context is {size}: give a stride")
+        heads = self._heads(ablate)
         with _inference(self.model):
-            scored, logprobs = scoring.log_probabilities(self.model, ids, stride, self._heads(ablate))
-        tokenizer = self.tokenizer
-        n_bytes = None if tokenizer is None else sum(len(tokenizer.token_bytes(id)) for id in scored)
-        return scoring.summarise(ids, logprobs, n_bytes)
+            return scoring.evaluate(self.model, self.tokenizer, ids, stride, heads)
 
     def attention(self, text: Prompt, *, ablate: Iterable[str] = ()) -> Tensor:
         """What each head attends to in a text, or token ids: [L,H,T,T] float32 on the CPU; rows attend to columns.

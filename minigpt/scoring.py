@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from minigpt.errors import CheckpointError
 from minigpt.model import GPT2
+
+if TYPE_CHECKING:
+    from minigpt.tokenizer import Tokenizer
+
+_TOKENS = 4096  # about how many go through the model at once
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,10 @@ class Score:
     ids: the tokens, the beginning-of-text token included if it was asked for.
     logprobs: of each token but the first, given those before it; natural logarithms, len(ids) - 1 of them (fewer with
         stride = n_positions, where no token that begins a window is scored).
-    total, mean: their sum and mean.        perplexity: exp(-mean).
+    total, mean: their sum and mean.
+    perplexity: exp(-mean) or, with a stride, by the loop of https://huggingface.co/docs/transformers/perplexity:
+        it weights each window's mean loss by one token fewer than it has (but for the first window), so that with a
+        stride of very few tokens it all but counts the first window alone. exp(-mean) weights every token the same.
     bits_per_byte: -total / ln 2 by the UTF-8 bytes of the scored tokens; None where the model has no tokenizer.
     mean and perplexity are NaN, and bits_per_byte None, where no token is scored.
     """
@@ -47,37 +56,91 @@ def windows(n_tokens: int, size: int, stride: int) -> Iterator[tuple[int, int, i
             return
 
 
-def log_probabilities(
-    model: GPT2, ids: list[int], stride: int | None = None, ablate: Collection[tuple[int, int]] = ()
-) -> tuple[list[int], list[float]]:
-    """The tokens that are scored, and the log-probability of each given those before it in its window.
+def evaluate(
+    model: GPT2,
+    tokenizer: Tokenizer | None,
+    ids: Sequence[int],
+    stride: int | None = None,
+    ablate: Collection[tuple[int, int]] = (),
+    *,
+    keep: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> Score:
+    """Score `ids`, in one window or, with a stride, in several.
 
-    Without a stride there is one window, and all tokens but the first are scored.
+    keep: False leaves the Score's ids and logprobs empty, so that memory does not grow with the text.
+    progress: called with the number of tokens that are done.
     Raises CheckpointError if the model's logits are not finite.
     """
-    size = model.config.n_positions
-    scored: list[int] = []
     logprobs: list[float] = []
-    for begin, end, first in windows(len(ids), size, stride or size):
-        if first >= end:
+    total = weighted = 0.0
+    count = weights = n_bytes = 0
+    for first, end, part in log_probabilities(model, ids, stride, ablate):
+        subtotal = math.fsum(part)
+        if not math.isfinite(subtotal):
+            raise CheckpointError("the model's logits hold NaN or infinity: its weights are damaged")
+        # The page counts one loss too few where the window's first new token had a context, as all but the first have.
+        weight = len(part) - (1 if count and stride != model.config.n_positions else 0)
+        weighted += subtotal / len(part) * weight
+        weights += weight
+        total += subtotal
+        count += len(part)
+        if tokenizer is not None:
+            n_bytes += sum(len(tokenizer.token_bytes(id)) for id in ids[first:end])
+        if keep:
+            logprobs += part
+        if progress:
+            progress(end)
+    return Score(
+        list(ids) if keep else [],
+        logprobs,
+        total,
+        mean=total / count if count else math.nan,
+        perplexity=_exp(-weighted / weights) if weights else math.nan,
+        bits_per_byte=-total / math.log(2) / n_bytes if n_bytes else None,
+    )
+
+
+def _exp(x: float) -> float:
+    return math.inf if x > 700 else math.exp(x)
+
+
+def log_probabilities(
+    model: GPT2, ids: Sequence[int], stride: int | None = None, ablate: Collection[tuple[int, int]] = ()
+) -> Iterator[tuple[int, int, list[float]]]:
+    """The log-probability of each token given those before it in its window: (first, end, those of ids[first:end]).
+
+    Without a stride there is one window, and all tokens but the first are scored. Several full windows go through the
+    model at a time.
+    """
+    size = model.config.n_positions
+    rows: list[tuple[int, int, int]] = []
+    for window in windows(len(ids), size, stride or size):
+        begin, end, first = window
+        if first == end:
             continue
-        window = torch.tensor(ids[begin:end], device=model.wte.weight.device)
-        hidden = model.hidden(window[None, :-1], ablate=ablate)[0, first - begin - 1 :]
-        targets = window[first - begin :]
-        # 64 x V floats at a time, not T x V.
-        for rows, wanted in zip(torch.split(hidden, 64), torch.split(targets, 64), strict=True):
-            scores = model.head(rows).float().log_softmax(-1)
+        if rows and (end - begin < size or len(rows) * size >= _TOKENS):
+            yield from _score(model, ids, rows, ablate)
+            rows = []
+        rows.append(window)
+    if rows:
+        yield from _score(model, ids, rows, ablate)
+
+
+@torch.inference_mode()
+def _score(
+    model: GPT2, ids: Sequence[int], rows: list[tuple[int, int, int]], ablate: Collection[tuple[int, int]]
+) -> list[tuple[int, int, list[float]]]:
+    """log_probabilities of some windows of the same length T."""
+    tokens = torch.tensor([list(ids[begin:end]) for begin, end, _ in rows], device=model.wte.weight.device)  # (B, T)
+    hidden = model.hidden(tokens[:, :-1], ablate=ablate)  # (B, T - 1, E): the last token predicts nothing here
+    results = []
+    for row, (begin, end, first) in enumerate(rows):
+        logprobs: list[float] = []
+        skipped = first - begin - 1
+        chunks = (torch.split(part, 64) for part in (hidden[row, skipped:], tokens[row, skipped + 1 :]))
+        for states, wanted in zip(*chunks, strict=True):  # 64 x V floats at a time, not T x V
+            scores = model.head(states).float().log_softmax(-1)
             logprobs += scores.gather(1, wanted[:, None])[:, 0].tolist()
-        scored += ids[first:end]
-    if not all(map(math.isfinite, logprobs)):
-        raise CheckpointError("the model's logits hold NaN or infinity: its weights are damaged")
-    return scored, logprobs
-
-
-def summarise(ids: list[int], logprobs: list[float], n_bytes: int | None) -> Score:
-    """The figures of a Score. n_bytes: of the scored tokens, None where unknown."""
-    total = math.fsum(logprobs)
-    mean = total / len(logprobs) if logprobs else math.nan
-    bits = -total / math.log(2) / n_bytes if n_bytes else None
-    perplexity = math.inf if mean < -700 else math.exp(-mean)
-    return Score(ids, logprobs, total, mean, perplexity, bits)
+        results.append((first, end, logprobs))
+    return results

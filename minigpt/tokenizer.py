@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import index
@@ -19,6 +20,8 @@ _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|
 # Even so tiktoken panics on a million white-space characters that text follows: see Tokenizer._encode_ordinary.
 _WHITE_SPACE = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")  # \s there, not in re
 _LONG_RUN = 500_000
+_BETWEEN_WORDS = re.compile("(?<=[A-Za-z0-9]) (?=[A-Za-z0-9])")
+_PART = 100_000  # characters
 
 
 class Tokenizer:
@@ -88,6 +91,18 @@ class Tokenizer:
         ids: list[int] = []
         for part in self._split(text, special, self._patterns):
             ids += [part] if isinstance(part, int) else self._encode_ordinary(part)
+        return ids
+
+    def encode_long(self, text: str, *, special: bool = False) -> array[int]:
+        """The same ids as `encode` gives, in an array: four bytes each, where a list takes forty."""
+        ids, start = array("i"), 0
+        if not any(" " in added for added in self._added):  # else a cut could split one
+            for cut in range(_PART, len(text), _PART):
+                # A space between two letters or digits always begins a piece, and merges never cross pieces.
+                if match := _BETWEEN_WORDS.search(text, cut, cut + _PART):
+                    ids.extend(self.encode(text[start : match.start()], special=special))
+                    start = match.start()
+        ids.extend(self.encode(text[start:], special=special))
         return ids
 
     def _split(self, text: str, special: bool, patterns: Sequence[re.Pattern[str]]) -> Iterator[str | int]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,75 @@ def test_tokenize_prints_a_token_a_line(run: Any) -> None:
     assert out == "15496\t'Hello'\n8582\tb'\\xf0\\x9f'\n97\tb'\\xa4'\n245\tb'\\x97'\n50256\t'<|endoftext|>'\n"
     code, out, _ = run("tokenize", "--offline", "--json", "Hello")
     assert json.loads(out) == {"id": 15496, "token": "'Hello'"}
+
+
+def test_score_lists_the_tokens_and_the_figures(run: Any, folder: Path) -> None:
+    lm = minigpt.load(folder, device="cpu")
+    expected = lm.score("Hello\U0001f917 there")
+    code, out, err = run("score", "--offline", "Hello\U0001f917 there")
+    assert (code, err) == (0, "")
+    tokens, figures = out.split("\n\n")
+    shown = ["'Hello'", "b' \\xf0\\x9f'", "b'\\xa4'", "b'\\x97'", "' there'"]
+    shown[1] = "b'\\xf0\\x9f'"
+    logprobs = ["-", *(f"{logprob:.4f}" for logprob in expected.logprobs)]
+    assert tokens.split("\n") == ["\t".join(map(str, x)) for x in zip(expected.ids, logprobs, shown, strict=True)]
+    assert figures.split("\n")[:2] == [f"tokens         {len(expected.ids)}", f"total          {expected.total:.4f}"]
+    for value in (f"{expected.mean:.6f}", f"{expected.perplexity:.6g}", f"{expected.bits_per_byte:.6f}"):
+        assert value in figures
+
+
+def test_score_as_json_with_bos_ids_and_stride(run: Any, folder: Path) -> None:
+    lm = minigpt.load(folder, device="cpu")
+    record = json.loads(run("score", "--offline", "--json", "--bos", "Hello there")[1])
+    assert record == {**asdict(lm.score("Hello there", bos=True)), "model": str(folder), "stride": None}
+    assert json.loads(run("score", "--offline", "--json", "--ids", "15496 612")[1])["ids"] == [15496, 612]
+    text = "word, and 7 others. " * 40
+    code, out, err = run("score", "--offline", "--json", "--stride", "16", "-", stdin=text.encode())
+    expected = lm.score(text, stride=16)
+    assert code == 0 and json.loads(out) == {**asdict(expected), "model": str(folder), "stride": 16}
+    assert f"{len(expected.ids)}/{len(expected.ids)} tokens, " in err and "tokens per second, took 0:00:0" in err
+    code, out, err = run("score", "--offline", "--stride", "16", text)
+    assert code == 0 and len(out.splitlines()) == 5 and f"perplexity     {expected.perplexity:.6g}" in out
+
+
+@pytest.mark.parametrize(
+    "args, code, message",
+    [
+        ([], 2, "no prompt: give one of"),
+        (["word " * 70], 1, "the text has 71 tokens, but the model's context is 64: add --stride 32"),
+        (["word"], 1, "there is nothing to score: that takes two tokens, or one and --bos"),
+        ([""], 1, "there is nothing to score"),
+        (["a b", "--stride", "0"], 2, "--stride must be at least 1, not 0"),
+        (["a b", "--stride", "65"], 2, "--stride must be from 1 to 64, not 65"),
+        (["a b", "--stride", "x"], 2, "invalid int value"),
+        (["--ids", "5 x"], 1, "token ids separated by spaces or commas"),
+        (["--ids", "5 50257"], 1, "token id 50257 is outside the vocabulary"),
+        (["-f", "/nowhere/a"], 1, "cannot read the prompt from /nowhere/a"),
+    ],
+)
+def test_score_refuses_in_one_clear_line(run: Any, args: list[str], code: int, message: str) -> None:
+    got, out, err = run("score", "--offline", *args)
+    assert (got, out) == (code, "") and message in err and "Traceback" not in err
+
+
+def test_memory_stays_flat_while_ten_megabytes_are_scored(tmp_path: Path) -> None:
+    """Lists of ids and log-probabilities would add 160 MB here; the text and 4 bytes a token add 30."""
+    model = tmp_path / "model"
+    minigpt.save(GPT2(GPT2Config(vocab_size=258, n_embd=4, n_head=1, n_layer=1, n_positions=64)), model)
+    (model / "vocab.json").write_text(json.dumps({"a": 0, "\u0120": 1, "aa": 2, "aaaa": 257}))
+    (model / "merges.txt").write_text("#version: 0.2\na a\naa aa\n")
+    peaks = []
+    for size in (100_000, 10_000_000):
+        path = tmp_path / "text"
+        path.write_text("aaaa " * (size // 5))
+        code = "import resource; from minigpt.cli import main; import torch; torch.set_num_threads(1)\n"
+        code += f"main(['score', '--offline', '-m', {str(model)!r}, '--stride', '64', '-f', {str(path)!r}])\n"
+        code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert f"tokens         {size // 5 * 2}" in done.stdout, done.stderr
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    print(f"peaks: {peaks[0]:.0f} and {peaks[1]:.0f} MiB")
+    assert peaks[1] - peaks[0] < 60
 
 
 def test_info_shows_configuration_parameters_and_files(run: Any, folder: Path) -> None:

@@ -201,7 +201,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options, code, message",
     [
-        (["--batch-size", "0"], 2, "--batch-size must be at least 1, not 0"),
+        (["--batch-size", "0"], 2, "--batch-size must be from 1 to 4096, not 0"),
         (["--batch-size", "x"], 2, "invalid int value: 'x'"),
         (["prompt"], 2, "the prompt is given twice: --input FILE holds the prompts"),
         (["-f", "x"], 2, "the prompt is given twice"),

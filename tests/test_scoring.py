@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 from tiny import from_hf, hf_model
+from transformers import GPT2LMHeadModel
 
 from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, Tokenizer, TokenizerError
 
@@ -51,6 +53,66 @@ def test_strides_score_each_token_as_the_published_procedure_does(stride: int, l
     assert len(score.logprobs) == len(expected)
     assert max(abs(a - b) for a, b in zip(score.logprobs, expected, strict=True)) < 1e-4
     assert (len(expected) == length - 1) == (stride < 32 or length <= 32)
+
+
+@torch.no_grad()
+def published_perplexity(reference: GPT2LMHeadModel, ids: torch.Tensor, stride: int, size: int, exact: bool) -> float:
+    """The loop of https://huggingface.co/docs/transformers/perplexity; `exact` counts the losses that there are."""
+    nll_sum = n_tokens = previous = 0.0
+    for begin in range(0, ids.shape[1], stride):
+        end = min(begin + size, ids.shape[1])
+        targets = ids[:, begin:end].clone()
+        targets[:, : -int(end - previous)] = -100
+        n_losses = int((targets[:, 1:] != -100).sum()) if exact else int((targets != -100).sum()) - 1
+        if n_losses:
+            nll_sum += reference(ids[:, begin:end], labels=targets).loss.double().item() * n_losses
+            n_tokens += n_losses
+        previous = end
+        if end == ids.shape[1]:
+            break
+    return math.exp(nll_sum / n_tokens)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 7, 16, 31, 32])
+@pytest.mark.parametrize("length", [10, 33, 200, 1000])
+def test_perplexity_is_that_of_the_published_procedure_and_the_mean_is_exact(stride: int, length: int) -> None:
+    reference = hf_model()
+    for parameter in reference.parameters():
+        parameter.data *= 0.5  # perplexities near 80, as real ones are, not in the thousands
+    lm = LanguageModel(from_hf(reference))
+    ids = torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(length))
+    score = lm.score(ids[0].tolist(), stride=stride)
+    page = published_perplexity(reference, ids, stride, 32, exact=False)
+    exact = published_perplexity(reference, ids, stride, 32, exact=True)
+    assert abs(score.perplexity - page) < 1e-4  # measured: 2e-6
+    assert abs(math.exp(-score.mean) - exact) < 1e-4
+    if length == 1000 and stride == 7:
+        assert abs(page - exact) > 1e-2  # the two differ, and each figure is the right one
+
+
+def test_windows_go_through_the_model_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = LanguageModel(from_hf(hf_model()))
+    ids = torch.randint(0, 64, (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    shapes = []
+    hidden = lm.model.hidden
+    monkeypatch.setattr(lm.model, "hidden", lambda ids, **more: shapes.append(tuple(ids.shape)) or hidden(ids, **more))
+    together = lm.score(ids, stride=16)
+    assert shapes == [(30, 31), (1, 19)] or shapes[0][0] > 8, shapes
+    monkeypatch.setattr("minigpt.scoring._TOKENS", 1)
+    alone = lm.score(ids, stride=16)
+    assert shapes[-1][0] == 1 and len(alone.logprobs) == len(together.logprobs) == 499
+    assert max(abs(a - b) for a, b in zip(together.logprobs, alone.logprobs, strict=True)) < 1e-4  # measured: 8e-6
+
+
+def test_long_texts_have_the_same_ids_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.gpt2()
+    monkeypatch.setattr("minigpt.tokenizer._PART", 7)
+    rng = random.Random(0)
+    for _ in range(300):
+        parts = ["word", " ", "  ", "\n", "7", " don't", "<|endoftext|>", "\u00e9", " \U0001f917", ","]
+        text = "".join(rng.choice(parts) for _ in range(rng.randrange(60)))
+        for special in (False, True):
+            assert tokenizer.encode_long(text, special=special).tolist() == tokenizer.encode(text, special=special)
 
 
 def test_text_beginning_tokens_and_bytes() -> None:
