@@ -183,6 +183,7 @@ class Job:
     input, output: their names; output None: the records are only given, not kept.
     params: for all lines, as far as they say nothing else.
     settings: what else the records depend on, for --resume to compare.
+    lines: those whose records are not all there yet.
     total, done: lines in all, and those whose records are all there.
     count, failed: records, and those of them that are errors.      tokens: drawn in this run.
 
@@ -198,16 +199,14 @@ class Job:
         options = {**settings, **asdict(params), "fresh_seed": secrets.randbits(32), "input": digest}
         self.output = None if output is None else Output(output, options, resume)
         lines = read_lines(input, params, options["fresh_seed"])
-        self._lines = lines if self.output is None else self.output.remaining(lines)
+        self.lines = lines if self.output is None else self.output.remaining(lines)
         self.done = self.count = self.failed = self.tokens = 0
         if self.output is not None:
             self.done, self.count, self.failed = self.output.done, self.output.count, self.output.failed
 
     def records(self, lm: LanguageModel, *, model: str, batch_size: int, special: bool) -> Iterator[dict[str, Any]]:
         """Do the rest of the work: each record, once it is in the output."""
-        for record in records(
-            lm, self._lines, model=model, batch_size=batch_size, special=special, on_line=self._count
-        ):
+        for record in records(lm, self.lines, model=model, batch_size=batch_size, special=special, on_line=self._count):
             if self.output is not None:
                 self.output.write(record)
             self.count += 1
