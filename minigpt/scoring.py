@@ -75,10 +75,8 @@ def evaluate(
     logprobs: list[float] = []
     total = weighted = 0.0
     count = weights = n_bytes = 0
-    for first, end, part in log_probabilities(model, ids, stride, ablate):
+    for first, end, part in scored_windows(model, ids, stride, ablate):
         subtotal = math.fsum(part)
-        if not math.isfinite(subtotal):
-            raise CheckpointError("the model's logits hold NaN or infinity: its weights are damaged")
         # The page counts one loss too few where the window's first new token had a context, as all but the first have.
         weight = len(part) - (1 if count and stride != model.config.n_positions else 0)
         weighted += subtotal / len(part) * weight
@@ -107,11 +105,26 @@ def _exp(x: float) -> float:
 
 def log_probabilities(
     model: GPT2, ids: Sequence[int], stride: int | None = None, ablate: Collection[tuple[int, int]] = ()
-) -> Iterator[tuple[int, int, list[float]]]:
-    """The log-probability of each token given those before it in its window: (first, end, those of ids[first:end]).
+) -> tuple[list[int], list[float]]:
+    """The tokens that are scored, and the log-probability of each given those before it in its window.
 
-    Without a stride there is one window, and all tokens but the first are scored. Several full windows go through the
-    model at a time.
+    Without a stride there is one window, and all tokens but the first are scored.
+    Raises CheckpointError if the model's logits are not finite.
+    """
+    scored: list[int] = []
+    logprobs: list[float] = []
+    for first, end, part in scored_windows(model, ids, stride, ablate):
+        scored += ids[first:end]
+        logprobs += part
+    return scored, logprobs
+
+
+def scored_windows(
+    model: GPT2, ids: Sequence[int], stride: int | None = None, ablate: Collection[tuple[int, int]] = ()
+) -> Iterator[tuple[int, int, list[float]]]:
+    """The same window by window, as (first, end, log-probabilities of ids[first:end]).
+
+    Several full windows go through the model at a time. Raises as log_probabilities does.
     """
     size = model.config.n_positions
     rows: list[tuple[int, int, int]] = []
@@ -131,7 +144,7 @@ def log_probabilities(
 def _score(
     model: GPT2, ids: Sequence[int], rows: list[tuple[int, int, int]], ablate: Collection[tuple[int, int]]
 ) -> list[tuple[int, int, list[float]]]:
-    """log_probabilities of some windows of the same length T."""
+    """scored_windows of some windows of the same length T."""
     tokens = torch.tensor([list(ids[begin:end]) for begin, end, _ in rows], device=model.wte.weight.device)  # (B, T)
     hidden = model.hidden(tokens[:, :-1], ablate=ablate)  # (B, T - 1, E): the last token predicts nothing here
     results = []
@@ -142,5 +155,7 @@ def _score(
         for states, wanted in zip(*chunks, strict=True):  # 64 x V floats at a time, not T x V
             scores = model.head(states).float().log_softmax(-1)
             logprobs += scores.gather(1, wanted[:, None])[:, 0].tolist()
+        if not all(map(math.isfinite, logprobs)):
+            raise CheckpointError("the model's logits hold NaN or infinity: its weights are damaged")
         results.append((first, end, logprobs))
     return results
