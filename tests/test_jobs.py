@@ -207,6 +207,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["-f", "x"], 2, "the prompt is given twice"),
         (["--ids"], 2, "--ids is for one prompt"),
         (["--echo"], 2, "--echo is for one prompt"),
+        (["--ablate", "0.0"], 2, "--ablate is for one prompt, not for --input"),
         (["--top-p", "2"], 2, "top_p must be"),
         (["--input", "/nowhere/in.jsonl"], 1, "cannot read /nowhere/in.jsonl: No such file or directory"),
         (["--input", "/"], 1, "cannot read /: Is a directory"),
