@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" in its place
     args = make_parser().parse_args(argv)
+    # Nothing here needs numpy, and PyTorch warns where it is missing.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         with _on_signal(lambda number, _: os._exit(128 + number)):  # while loading there is nothing to keep
             _COMMANDS[args.command](args)
@@ -210,8 +212,6 @@ def _load(args: argparse.Namespace) -> LanguageModel:
     """The model that the arguments name. This imports torch, which takes a second: check the arguments before."""
     if args.threads is not None:
         integer("--threads", args.threads, 1, 4096)
-    # The runtime does not need numpy, and PyTorch warns where it is missing.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
 
     from minigpt.generation import load
@@ -462,7 +462,6 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _parity(args: argparse.Namespace) -> None:
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
 
     from minigpt import parity

@@ -77,6 +77,9 @@ def locate(
         raise ModelNotFoundError("the demo model is not part of this installation: use gpt2, or give a folder")
     if os.path.isfile(name):
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds it")
+    first = name.partition("/")[0]
+    if first not in (name, "", ".", "..") and os.path.isdir(first):
+        raise ModelNotFoundError(f"there is no folder {name}. {_known_names(name)}")
     if not isinstance(model, str) or not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"{name!r} is neither an existing folder nor a hub name. {_known_names(name)}")
     return _from_hub(name, name, revision, offline, progress)
@@ -184,10 +187,8 @@ def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure:
         failure = failure.__cause__  # what went wrong before the cache was tried
     files = f"config.json generation_config.json {WEIGHTS} vocab.json merges.txt"
     folder = f"weights/{name.rpartition('/')[2]}"
-    remedy = (
-        f"use the model demo, or run `hf download {repo} {files} --local-dir {folder}` where there is a network and "
-        "give that folder"
-    )
+    download = f"hf download {repo} {files} --local-dir {folder}"
+    remedy = f"use the model demo (-m demo), or run `{download}` where there is a network and give that folder"
     status = getattr(getattr(failure, "response", None), "status_code", None)
     if offline:
         return (

@@ -1,7 +1,8 @@
 """GPT-2, readable from top to bottom: MultiHeadAttention, MLP, Block, GPT2. No files, no sampling.
 
 Shapes: B batch, T new tokens, S cached + new tokens, E embed_dim, H heads, D head_dim, L blocks, V vocabulary.
-Module and parameter names are those of the Hugging Face checkpoints.
+Module and parameter names are those of the Hugging Face checkpoints, whose c_attn, c_proj and c_fc weights are stored
+transposed, (in, out). The cache of earlier tokens' keys and values is in cache.py, and can be skipped at first.
 """
 
 from __future__ import annotations
@@ -78,53 +79,28 @@ class MultiHeadAttention(nn.Module):
         self.output_dropout = nn.Dropout(output_dropout)
         self.register_buffer("mask", causal_mask(max_len), persistent=False)
 
-    def forward(
-        self, x: Tensor, cache: KVCache | None = None, layer: int = 0, *, ablate: Collection[int] = ()
-    ) -> Tensor:
-        """[B,T,E] -> [B,T,E]. With a cache, the new tokens also attend to what block `layer` of it holds.
-
-        `ablate` names heads whose output is zeroed before W_O. PyTorch's fused attention does the work.
-        """
-        q, k, v, visible = self._project(x, cache, layer)
-        if self.upcast and x.dtype != torch.float32:
-            return self._join(self._weights(q, k, visible) @ v, ablate)
-        # A query alone sees all it may: no mask. is_causal aligns its triangle at the top left, which is right only
-        # where no token came before.
-        square = visible is not None and q.shape[2] == k.shape[2] and visible.dim() == 2
-        dropout = self.attention_dropout if self.training else 0.0
-        heads = F.scaled_dot_product_attention(
-            q, k, v, None if square else visible, dropout, is_causal=square, scale=self.scale
-        )
-        return self._join(heads, ablate)
-
-    def written_out(
-        self, x: Tensor, cache: KVCache | None = None, layer: int = 0, *, ablate: Collection[int] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """The same as `forward`, step by step, with the attention weights: ([B,T,E], [B,H,T,S]).
-
-        This is the reference that the fused path is tested against, and what to read first.
-        """
-        q, k, v, visible = self._project(x, cache, layer)
-        weights = self._weights(q, k, visible)  # (B, H, T, S)
-        return self._join(weights @ v, ablate), weights
-
-    def _project(self, x: Tensor, cache: KVCache | None, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries [B,H,T,D], keys and values [B,H,S,D], and what each query sees ([T,S], [B,1,T,S] or None: all)."""
+    def _project(self, x: Tensor, cache: KVCache | None, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the new tokens, [B,H,T,D]; keys and values of all, [B,H,S,D] (S = T where there is no cache)."""
         B, T, _ = x.shape
         H, D = self.n_head, self.head_dim
         # (B, T, E) -> 3 * (B, T, H*D) -> (B, T, H, D) -> (B, H, T, D)
         q, k, v = (part.view(B, T, H, D).transpose(1, 2) for part in self.c_attn(x).split(H * D, dim=-1))
-        start: int | None = 0
         if cache is not None:
-            start = cache.start
             k, v = cache.update(layer, k, v)
-        S = k.shape[2]
-        if len(self.mask) < S:
-            raise PromptError(f"{S} tokens are more than the {len(self.mask)} that this attention was made for")
-        # A token at position p sees what row p of the mask allows, so the rows to use are the new tokens' positions.
-        if start is None and cache is not None:  # rows of different lengths: (B, T) positions -> (B, 1, T, S)
-            return q, k, v, self.mask[cache.positions(T), :S].unsqueeze(1)
-        return q, k, v, None if T == 1 else self.mask[S - T : S, :S]
+        if k.shape[2] > len(self.mask):
+            raise PromptError(
+                f"{k.shape[2]} tokens are more than the {len(self.mask)} that this attention was made for"
+            )
+        return q, k, v
+
+    def _visible(self, T: int, S: int, cache: KVCache | None) -> Tensor | None:
+        """Which of S keys each of T queries may see: [T,S]; [B,1,T,S] if the rows differ in length; None: all of them.
+
+        A token at position p sees what row p of the mask allows, so the rows to use are the new tokens' positions.
+        """
+        if cache is not None and cache.start is None:
+            return self.mask[cache.positions(T), :S].unsqueeze(1)
+        return None if T == 1 else self.mask[S - T : S, :S]  # one new token is the last, and sees everything
 
     def _weights(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
         """softmax(Q K^T * scale + mask), [B,H,T,S]: each row sums to 1 (until dropout, in training)."""
@@ -145,6 +121,35 @@ class MultiHeadAttention(nn.Module):
         joined = heads.transpose(1, 2).contiguous().view(B, T, H * D)  # (B, H, T, D) -> (B, T, H*D)
         out: Tensor = self.output_dropout(self.c_proj(joined))
         return out
+
+    def written_out(
+        self, x: Tensor, cache: KVCache | None = None, layer: int = 0, *, ablate: Collection[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """[B,T,E] -> [B,T,E] and the attention weights [B,H,T,S], by the steps above: the reference for `forward`.
+
+        With a cache, the new tokens also attend to what block `layer` of it holds.
+        `ablate` names heads whose output is zeroed before W_O.
+        """
+        q, k, v = self._project(x, cache, layer)
+        weights = self._weights(q, k, self._visible(q.shape[2], k.shape[2], cache))
+        return self._join(weights @ v, ablate), weights  # (B, H, T, S) @ (B, H, S, D) -> (B, H, T, D)
+
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, layer: int = 0, *, ablate: Collection[int] = ()
+    ) -> Tensor:
+        """The same with PyTorch's fused attention, which never holds the [T,S] weights: [B,T,E] -> [B,T,E]."""
+        if self.upcast and x.dtype != torch.float32:  # the fused attention takes the scores in the dtype of q and k
+            return self.written_out(x, cache, layer, ablate=ablate)[0]
+        q, k, v = self._project(x, cache, layer)
+        T, S = q.shape[2], k.shape[2]
+        visible = self._visible(T, S, cache)
+        # is_causal aligns its triangle at the top left, which is right only where no token came before.
+        square = visible is not None and visible.dim() == 2 and T == S
+        dropout = self.attention_dropout if self.training else 0.0
+        heads = F.scaled_dot_product_attention(
+            q, k, v, None if square else visible, dropout, is_causal=square, scale=self.scale
+        )
+        return self._join(heads, ablate)
 
 
 class MLP(nn.Module):
@@ -238,7 +243,9 @@ class GPT2(nn.Module):
                 module.mask = mask
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: normal with std initializer_range, / sqrt(2L) into the residual stream; biases 0.
+        """GPT-2's initialisation: normal with std initializer_range; biases 0.
+
+        What adds to the residual stream, twice in each of L blocks, is smaller by sqrt(2L): the sum stays as large.
 
         Source: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf,
         section 2.3, and the released code for the standard deviation.

@@ -19,6 +19,7 @@ import math
 import os
 import signal
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -186,7 +187,7 @@ class Run:
     def __init__(self, options: argparse.Namespace, training: list[list[int]]) -> None:
         self.options, self.training, self.step = options, training, 0
         self.state_path = options.output.with_name(options.output.name + ".state")
-        text = torch.tensor([id for ids in training for id in (END, *ids)]).numpy().tobytes()
+        text = array("q", [id for ids in training for id in (END, *ids)]).tobytes()
         free = ("output", "resume", "overwrite", "save_every", "eval_every")
         self.settings = {name: str(value) for name, value in vars(options).items() if name not in free}
         self.settings["texts"] = f"{len(training)} documents, SHA-256 {hashlib.sha256(text).hexdigest()[:16]}"
@@ -239,7 +240,10 @@ class Run:
             helper.daemon = True
             helper.start()
         asked: list[int] = []  # signals
-        before = {n: signal.signal(n, lambda n, _: asked.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
+        for n in before:
+            signal.signal(n, lambda n, _: asked.append(n))
         tokens = o.batch * o.context
         bar = tqdm(total=o.steps * tokens, initial=self.step * tokens, unit="tok", unit_scale=True, mininterval=1)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,12 @@ def test_the_walk_looks_into_a_trained_head() -> None:
 def test_the_block_on_the_written_out_attention() -> None:
     [code] = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "2359296" in code]
     assert execute(code, {}) == "True\n2359296\n"
+
+
+def test_the_library_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # it saves a model
+    [code] = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "minigpt.save" in code]
+    assert "Once" not in execute(code, {}) and (tmp_path / "weights" / "copy" / "model.safetensors").is_file()
 
 
 def test_pictures_are_there_and_small() -> None:
