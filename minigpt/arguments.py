@@ -188,7 +188,12 @@ def _add_parity(commands: Any) -> None:
         "-p", "--prompt", action="append", default=[], metavar="TEXT", help="compare on this text too (repeatable)"
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
-    group.add_argument("--dtype", nargs="+", action="extend", help="one or several formats, each checked [float32]")
+    group.add_argument(
+        "--dtype",
+        nargs="+",
+        action="extend",
+        help="one or several formats, each checked; on a CPU only float32 [float32]",
+    )
     group.add_argument("--json", action="store_true", help="one JSON object with every check")
 
 

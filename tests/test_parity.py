@@ -6,13 +6,14 @@ import copy
 import json
 import math
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import hf_model, save_hf
+from tiny import from_hf, hf_model, save_hf
 from transformers import GPT2LMHeadModel
 
 import minigpt
@@ -60,6 +61,19 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
+def sequences(value: Any) -> Iterator[list[float]]:
+    """Every list of numbers in it, nested ones flattened, with the columns of tables."""
+    if isinstance(value, (int, float)):
+        yield [value]
+    items = list(value.values()) if isinstance(value, dict) else value
+    if isinstance(items, list):
+        yield list(numbers(items))
+        if all(isinstance(item, list) for item in items):
+            yield from (list(numbers(list(column))) for column in zip(*items, strict=False))
+        for item in items:
+            yield from sequences(item)
+
+
 def test_the_shipped_numbers_are_those_that_were_published(golden: Path) -> None:
     known = {entry["id"]: entry for entry in json.loads((golden / "golden.json").read_text(encoding="utf-8"))}
     tokenizer = Tokenizer.gpt2()
@@ -85,9 +99,12 @@ def test_the_shipped_numbers_are_those_that_were_published(golden: Path) -> None
         elif entry["kind"] == "attention":
             check_attention(entry, expected, golden)
         elif "values" in entry:
-            there = set(numbers(expected))
             scale = 100 if "top_percent" in expected and entry["kind"] == "probabilities" else 1
-            assert all(round(value * scale, 12) in {round(n, 12) for n in there} for value in numbers(entry["values"]))
+            nested = isinstance(entry["values"][0], list)
+            for values in entry["values"] if nested else [entry["values"]]:
+                ours = [round(value * scale, 12) for value in numbers(values)]
+                known_ones = ([round(n, 12) for n in sequence[: len(ours)]] for sequence in sequences(expected))
+                assert any(ours == sequence for sequence in known_ones), entry["id"]
 
 
 def check_attention(entry: Entry, expected: Entry, golden: Path) -> None:
@@ -111,6 +128,15 @@ def test_the_ids_in_the_data_are_the_tokens_meant() -> None:
     tops = {entry["id"]: [tokenizer.decode([id]) for id in entry["ids"]] for entry in DATA["checks"] if "ids" in entry}
     assert tops["pyvene-spain"][:3] == [" Madrid", " the", " Barcelona"]
     assert tops["tl-ioi-clean"] == [" John", " Mary"] and tops["nnsight-paris"] == [" Paris"]
+
+
+def test_rust_bert_never_repeats_three_tokens() -> None:
+    found = [entry for entry in DATA["checks"] if entry["id"].startswith("rustbert") and entry["kind"] == "greedy"]
+    assert len(found) == 3
+    for entry in found:
+        ids = entry["prompt_ids"] + entry["ids"]
+        threes = list(zip(ids, ids[1:], ids[2:], strict=False))
+        assert entry["options"] == {"no_repeat_ngram_size": 3} and len(threes) == len(set(threes))
 
 
 def test_the_tokenizer_vectors_are_those_that_were_published(golden: Path) -> None:
@@ -235,6 +261,73 @@ def test_every_shipped_entry_can_fail(official: tuple[Path, Entry]) -> None:
     assert all("published" in check.detail for check in checks)
 
 
+def test_greedy_entries_honour_their_options(official: tuple[Path, Entry]) -> None:
+    lm = minigpt.load(official[0], device="cpu")
+    entry = next(entry for entry in official[1]["checks"] if entry["id"] == "rustbert-name-36")
+    free = lm.generate([50256], max_new_tokens=40, stop_ids=()).ids
+    bound = lm.generate([50256], max_new_tokens=40, stop_ids=(), no_repeat_ngram_size=1).ids
+    assert free != bound
+    entry = {**entry, "prompt_ids": [50256], "ids": bound, "options": {"no_repeat_ngram_size": 1}}
+    (check,) = check_published(lm, [entry])
+    assert check.passed and check.difference == 0
+    (check,) = check_published(lm, [{**entry, "ids": free}])
+    assert check.passed is False
+    (check,) = check_published(lm, [{**entry, "options": {}}])
+    assert check.passed is False
+
+
+def with_offset(model: GPT2LMHeadModel, offset: float) -> GPT2LMHeadModel:
+    """The same model with `offset` added to every logit, as GPT-2 has one of about -100."""
+    with torch.no_grad():
+        wte, bias = model.transformer.wte.weight, model.transformer.ln_f.bias
+        wte[:, 0] = 1.0
+        model.transformer.ln_f.weight[0] = 0.0
+        bias[0] = offset
+    return model
+
+
+def test_an_offset_of_all_logits_widens_no_tolerance() -> None:
+    logits = torch.tensor([1.0, -2.0, 4.0, -math.inf])
+    assert published.spread(logits) == 3.0 and abs(published.spread(logits - 100) - 3.0) < 1e-4
+    assert published.spread(torch.stack([logits, logits - 100])) == pytest.approx(3.0)
+    nan = torch.full((3,), math.nan)
+    assert published.spread(nan) == 0.0
+    reference = with_offset(hf_model(), -100.0)
+    reference.set_attn_implementation("eager")
+    lm = LanguageModel(from_hf(reference).to(torch.bfloat16), None, ())
+    scores = lm.model(torch.tensor([[5, 6, 7]]))[0, -1].float().detach()
+    assert scores.mean() < -90
+    entry = {"id": "x", "prompt_ids": [5, 6, 7], "tolerance": 1e-3, "source": ""}
+    wrong = [
+        {**entry, "kind": "argmax", "ids": [int(scores.argmin())]},
+        {**entry, "kind": "greedy", "ids": [int(scores.argmin())]},
+        {**entry, "kind": "logit difference", "ids": [1, 2], "values": [float(scores[1] - scores[2]) + 4.0]},
+    ]
+    assert [check.passed for check in check_published(lm, wrong)] == [False] * 3
+    assert published.error(lm, nan, 1.0) == 0.0 and published.error(lm, logits - 100, 1.0) == pytest.approx(3.4, 0.02)
+    reference.generation_config.eos_token_id = None
+    prompts = {"three": [5, 6, 7]}
+    checks = list(parity.compare(lm, reference, prompts))
+    assert [check for check in checks if check.passed is False] == []
+    assert next(check for check in checks if check.name.startswith("greedy")).passed
+
+
+def test_wrong_ids_fail_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = with_offset(hf_model(), -100.0)
+    reference.generation_config.eos_token_id = None
+    lm = LanguageModel(from_hf(reference).to(torch.bfloat16), None, ())
+    original = parity.reference_ids
+
+    def worst(lm: LanguageModel, reference: Any, ids: list[int], params: Any) -> list[int]:
+        right = original(lm, reference, ids, params)
+        scores = reference(torch.tensor([ids])).logits[0, -1]
+        return [int(scores.argmin()), *right[1:]]
+
+    monkeypatch.setattr(parity, "reference_ids", worst)
+    check = parity._compare_ids(lm, reference, {"three": [5, 6, 7]}, {})
+    assert check.passed is False and check.tolerance is not None and check.tolerance < 4
+
+
 def test_a_tie_is_no_failure_and_what_follows_it_is_checked(official: tuple[Path, Entry]) -> None:
     lm = minigpt.load(official[0], device="cpu")
     entry = next(entry for entry in official[1]["checks"] if entry["id"] == "hf-the-dog")
@@ -280,6 +373,32 @@ def test_only_the_very_file_is_official(official: tuple[Path, Entry], tmp_path: 
         found, check = identify(checkpoint.describe(tmp_path / name), files)
         assert found is None and check.passed is None and "not an official file" in check.detail
     assert {len(known["sha256"]) for known in DATA["files"].values()} == {64} and len(DATA["files"]) == 5
+
+
+def test_an_alias_whose_file_is_another_fails(
+    official: tuple[Path, Entry], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {**official[1], "checks": []}
+    monkeypatch.setattr(parity, "read", lambda: data)
+    monkeypatch.setattr(parity, "load_reference", lambda *args: Check("transformers", "all", None))
+    places = {"gpt2": official[0], "gpt2-xl": official[0], "distilgpt2": folder}
+    monkeypatch.setattr(parity.checkpoint, "locate", lambda model, **_: places.get(model, model))
+    assert next(parity.run("gpt2", offline=True)).passed is True
+    for alias in ("gpt2-xl", "distilgpt2"):
+        check = next(parity.run(alias, offline=True))
+        assert check.passed is False and check.detail.startswith(f"not the file of {alias}: ")
+        check = next(parity.run(alias, offline=True, revision="main"))
+        assert check.passed is (True if alias == "gpt2-xl" else None)
+    assert next(parity.run(folder, offline=True)).passed is None
+    assert main(["parity", "-m", "distilgpt2", "--offline", "--device", "cpu"]) == 1
+    assert "parity fails for distilgpt2: official" in capsys.readouterr().err
+
+
+def test_device_and_formats_are_checked_before_any_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity.checkpoint, "locate", lambda *args, **_: pytest.fail("work was done"))
+    for wrong in ({"dtypes": ("float32", "bfloat16"), "device": "cpu"}, {"device": "cuda:99"}):
+        with pytest.raises(minigpt.DeviceError):
+            next(parity.run(folder, **wrong))
 
 
 # Against transformers
@@ -414,6 +533,32 @@ def test_what_cannot_be_checked_is_skipped_with_the_reason(
     assert "0 passed, 0 failed, 4 skipped" in out
 
 
+def test_any_failure_to_import_transformers_is_a_skip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = minigpt.load(folder, device="cpu")
+
+    class Broken(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Failed to import transformers.models.gpt2:\n no such symbol")
+
+    monkeypatch.setitem(sys.modules, "transformers", Broken("transformers"))
+    check = parity.load_reference(folder, lm)
+    assert check.passed is None
+    assert check.detail == (
+        "transformers cannot be imported: Failed to import transformers.models.gpt2: no such symbol"
+    )
+
+
+def test_each_prompt_names_its_own_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = minigpt.load(folder, device="cpu")
+    reference = parity.load_reference(folder, lm)
+    lm.model.h[1].mlp.c_fc.bias.data[0] += 1.0
+    checks = list(parity.compare(lm, reference, {"one": [3, 4, 5], "two": [60, 61]}))
+    layers = [check.detail for check in checks if check.name.startswith("layers")]
+    logits = [check.detail for check in checks if check.name.startswith("logits")]
+    assert len(set(layers)) == 2
+    assert all(detail.endswith(f"; a layer {layer}") for detail, layer in zip(logits, layers, strict=True))
+
+
 def test_no_comparison_with_random_weights(folder: Path, tmp_path: Path) -> None:
     """transformers initialises what it does not find, with no more than a warning."""
     from safetensors.torch import load_file, save_file
@@ -445,6 +590,9 @@ def test_rows_and_json_of_odd_figures() -> None:
     check = Check("transformers", "x", False, "why", math.nan, 1e-5, "float32", layers=[math.inf, 1.0])
     assert "FAIL" in row(check) and "nan" in row(check) and row(check).startswith("\ncompared with transformers")
     assert not row(check, check).startswith("\n")
+    assert row(check).split()[-4:] == ["nan", ">", "1.0e-05", "why"]
+    passed = Check("transformers", "x", True, "", 1e-6, 1e-5, "float32")
+    assert "1.0e-06 <= 1.0e-05" in row(passed)
     assert to_json(check)["difference"] is None and to_json(check)["layers"] == [None, 1.0]
     json.loads(json.dumps(to_json(check), allow_nan=False))
 
@@ -460,3 +608,17 @@ def test_damaged_weights_fail_wherever_the_nan_is(folder: Path) -> None:
         for check in parity.compare(broken, reference, parity.choose_prompts(lm)):
             checks.append(check)
     assert all(check.passed is False for check in checks) and "first differs at h.1.mlp.c_fc," in checks[0].detail
+
+
+def test_one_skipped_check_skips_no_group_of_the_pretrained_tests() -> None:
+    from test_pretrained import judge
+
+    good, skipped, bad = (Check("transformers", f"{kind}", kind, "why") for kind in (True, None, False))
+    judge([good, good], "transformers")
+    with pytest.warns(UserWarning, match="skipped: None: why"):
+        judge([good, skipped], "transformers")
+    with pytest.raises(pytest.skip.Exception):
+        judge([skipped], "transformers")
+    for checks in ([good, skipped, bad], [Check("file", "official", True)]):
+        with pytest.raises(AssertionError):
+            judge(checks, "transformers")
