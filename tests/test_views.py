@@ -182,7 +182,7 @@ def test_roles_on_a_text_and_on_random_tokens(run: Any, lm: LanguageModel) -> No
     code, out, err = run(text, "--roles", "--json")
     assert (code, err) == (0, "")
     for record in map(json.loads, out.splitlines()):
-        for role in attention.ROLES:
+        for role in scores:
             assert record[role] == scores[role][record["layer"], record["head"]].item()
     code, out, err = run(text, "--roles")
     assert (code, err, len(out.splitlines())) == (0, "", 1 + 5 + 2 + 12) and "on this text" in out
