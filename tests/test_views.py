@@ -104,6 +104,29 @@ def test_default_is_one_line_for_each_head(run: Any, lm: LanguageModel) -> None:
             assert line.endswith("  " + ", ".join(f"{labels[at]} {row[at]:.3f}" for at in order))
 
 
+@pytest.mark.parametrize("colour", [False, True])
+def test_default_view_fits_the_screen(lm: LanguageModel, colour: bool) -> None:
+    """The strip comes with all the layer's heads or with none, and never pushes the text after it over the edge."""
+    text = "The cat sat on the mat"
+    weights, labels = lm.attention(text), ["'The'", "' cat'", "' sat'", "' on'", "' the'", "' mat'"]
+
+    def lines(width: int) -> list[str]:
+        screen = views.Screen(width, colour, blocks=False)
+        return [re.sub("\x1b[^m]*m", "", line) for line in views.layer_lines(weights, labels, 1, screen)]
+
+    bare = max(map(len, lines(1)[1:]))
+    needed = bare + len(labels) + 2
+    assert max(map(len, lines(needed))) == needed
+    assert all(re.match(r"  head \d   .{6}  '", line) for line in lines(needed)[1:])
+    assert lines(needed - 1)[1:] == lines(1)[1:]
+    for width, heading in (
+        (55, "layer 1: what the last of 6 tokens, ' mat', attends to"),
+        (50, "layer 1: what ' mat' attends to"),
+        (20, "layer 1"),
+    ):
+        assert lines(width)[0] == heading and len(heading) <= width
+
+
 def test_chosen_heads_with_weights_and_matrix(run: Any, lm: LanguageModel) -> None:
     text = "The cat sat on the mat"
     code, out, err = run(text, "--layer", "1", "--head", "0", "3")
@@ -175,6 +198,53 @@ def test_ids_and_models_without_a_tokenizer(run: Any, lm: LanguageModel, tmp_pat
     assert (data["layers"], data["heads"], data["ablated"]) == ([1], [0, 2], ["0.3"])
 
 
+def test_json_with_a_page_is_json_alone(run: Any, tmp_path: Path) -> None:
+    for number, options in enumerate(([], ["--roles"], ["--lens"], ["--rank"])):
+        path = tmp_path / f"{number}.html"
+        plain = run("The cat sat", "--json", *options)
+        assert run("The cat sat", "--json", *options, "--html", str(path)) == plain and path.is_file()
+        assert all(json.loads(line) for line in plain[1].splitlines()) and plain[0] == 0
+        assert run("The cat sat", *options, "--html", str(path))[1].startswith(f"{path}: 3 x 4 heads, ")
+
+
+def test_ablation_reaches_every_view(run: Any, lm: LanguageModel, tmp_path: Path) -> None:
+    text, off = "a cat, a dog, a cat", ["0.1", "1.2"]
+    ids = Tokenizer.gpt2().encode(text)
+    pairs = [(0, 1), (1, 2)]
+
+    def records(*options: str) -> list[Any]:
+        code, out, err = run(text, "--json", *options, "--ablate", *off)
+        assert (code, err) == (0, "")
+        return [json.loads(line) for line in out.splitlines()]
+
+    weights = lm.attention(text, ablate=off)
+    assert not torch.allclose(weights, lm.attention(text), atol=1e-3)
+    path = tmp_path / "page.html"
+    records("--html", str(path))
+    data = page_data(path.read_text(encoding="utf-8"))
+    rows, columns = torch.tril_indices(len(ids), len(ids))
+    assert (stored_weights(data) - weights[:, :, rows, columns]).abs().max() < 8e-6
+    scores = attention.head_roles(weights, ids)
+    for role, grid in data["maps"][0]["scores"].items():
+        assert torch.allclose(torch.tensor(grid), scores[role], atol=6e-5)
+    for record in records("--roles"):
+        assert all(record[role] == scores[role][record["layer"], record["head"]].item() for role in scores)
+    found = attention.lens(lm.model, ids, pairs)
+    assert [record["norms"] for record in records("--lens")] == found.norms.tolist()
+    expected = {one[:2]: one[2] for one in attention.ablation_losses(lm.model, ids, [(0, 0), (2, 3)], pairs)}
+    rises = {(record["layer"], record["head"]): record["increase"] for record in records("--rank")}
+    assert all(abs(rises[pair] - rise) < 1e-9 for pair, rise in expected.items())
+    assert rises[0, 1] == rises[1, 2] == 0  # off already
+
+
+def test_roles_of_chosen_heads(run: Any) -> None:
+    text = "a cat, a dog, a cat"
+    all_of_them = [json.loads(line) for line in run(text, "--roles", "--json")[1].splitlines()]
+    code, out, err = run(text, "--roles", "--json", "--layer", "2", "0", "--head", "3", "1")
+    assert (code, err) == (0, "")
+    assert [json.loads(line) for line in out.splitlines()] == [all_of_them[at] for at in (11, 9, 3, 1)]
+
+
 def test_roles_on_a_text_and_on_random_tokens(run: Any, lm: LanguageModel) -> None:
     text = "a cat, a dog, a cat"
     ids = Tokenizer.gpt2().encode(text)
@@ -189,7 +259,7 @@ def test_roles_on_a_text_and_on_random_tokens(run: Any, lm: LanguageModel) -> No
     best = scores["previous"].argmax().item()
     assert f"  previous   {best // 4}.{best % 4} {scores['previous'].max():.3f}  " in out
     once = run("one two", "--roles")[1]
-    assert "duplicate  - (no token comes twice)" in once
+    assert "duplicate  - (no row to judge it by)" in once
     assert json.loads(run("one two", "--roles", "--json")[1].splitlines()[0])["induction"] is None
     code, out, err = run("--roles")
     assert (code, err) == (0, "") and out.startswith("head roles on 100 random tokens that come twice, from 0 to 1\n")
@@ -250,6 +320,10 @@ def test_ablate_reaches_generate(folder: Path, lm: LanguageModel, capsys: pytest
         (["The cat", "--layer", "3"], 2, "--layer 3 is out of range: the model's layers are 0 to 2"),
         (["The cat", "--layer", "-1"], 2, "--layer -1 is out of range"),
         (["The cat", "--head", "0", "4"], 2, "--head 4 is out of range: the model's heads are 0 to 3"),
+        (["--layer", "1", "The cat"], 2, "--layer: write numbers, and the prompt before them, not 'The cat'"),
+        (["--head", "The cat"], 2, "--head: write numbers, and the prompt before them, not 'The cat'"),
+        (["The cat", "--layer", "1.5"], 2, "write numbers, and the prompt before them, not '1.5'"),
+        (["The cat", "--html", ""], 2, "--html needs the name of a file to write"),
         (["The cat", "--ablate", "0.9"], 2, "ablate names heads as layer.head, from 0.0 to 2.3, not '0.9'"),
         (["The cat", "--ablate", "zero"], 2, "write heads as LAYER.HEAD, and the prompt before --ablate, not 'zero'"),
         (["cat " * 300], 1, "the text has 301 tokens, but the model's context is 256"),
@@ -299,6 +373,12 @@ def page_data(html: str) -> Any:
     return json.loads(found)
 
 
+def stored_weights(data: Any) -> Tensor:
+    """The weights that a page holds: its layers, its heads, the lower triangles row by row."""
+    layers = [torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int16) for text in data["weights"]]
+    return (torch.stack(layers).int() % 65536).view(len(layers), len(data["heads"]), -1) / 65535
+
+
 def test_page_holds_the_weights_and_escapes_the_text(lm: LanguageModel) -> None:
     ids = Tokenizer.gpt2().encode(TEXT)
     weights = lm.attention(ids)
@@ -308,10 +388,7 @@ def test_page_holds_the_weights_and_escapes_the_text(lm: LanguageModel) -> None:
     data = page_data(html)
     assert data["layers"] == [2, 0] and data["heads"] == [0, 1, 2, 3] and len(data["tokens"]) == len(ids)
     rows, columns = torch.tril_indices(len(ids), len(ids))
-    for layer, text in zip((2, 0), data["weights"], strict=True):
-        values = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int16).int() % 65536
-        stored = values.view(4, -1) / 65535
-        assert (stored - weights[layer][:, rows, columns]).abs().max() < 8e-6  # half a step of 1 / 65535
+    assert (stored_weights(data) - weights[[2, 0]][:, :, rows, columns]).abs().max() < 8e-6  # half a step of 1 / 65535
 
 
 @pytest.fixture(scope="module")
