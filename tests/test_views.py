@@ -385,6 +385,8 @@ def test_page_holds_the_weights_and_escapes_the_text(lm: LanguageModel) -> None:
     html = views.page(weights, ids, lm.tokenizer, model="</script><script>alert(1)</script>", layers=[2, 0])
     assert html.count("<script") == 2 and html.count("</script>") == 2
     assert not re.search(r"""(?:src|href)=|@import|url\(|https?:|fetch\(|XMLHttp""", html)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    assert html.index(f'<meta http-equiv="Content-Security-Policy" content="{policy}">') < html.index("<script")
     data = page_data(html)
     assert data["layers"] == [2, 0] and data["heads"] == [0, 1, 2, 3] and len(data["tokens"]) == len(ids)
     rows, columns = torch.tril_indices(len(ids), len(ids))
@@ -538,6 +540,132 @@ def test_browser_all_heads_and_roles(browser: Browser, shown: tuple[Path, Tensor
     assert label == f"previous, head 1.2: {score:.3f}"
     browser.click(*browser.at("document.querySelectorAll('#roles .grid')[0].querySelectorAll('button')[6]"))
     assert browser.text("#title") == "Layer 1, head 2" and browser.errors == []
+
+
+def pixel(browser: Browser, position: tuple[int, int]) -> list[int]:
+    """The colour in the middle of a cell (row, column) of the heat map."""
+    row, column = position
+    middle = f"{column} * size + Math.floor(size / 2), {row} * size + Math.floor(size / 2)"
+    found: list[int] = browser.js(f"[...canvas.getContext('2d').getImageData({middle}, 1, 1).data]")
+    return found
+
+
+def test_browser_colours_rows_down_and_columns_across(browser: Browser, tmp_path: Path) -> None:
+    """Weights of 0 and 1, whose colours are known, in a pattern that is not its own mirror image."""
+    light, deep, empty = [0xF4, 0xF1, 0xEC, 255], [0x2E, 0x0F, 0x3F, 255], [0, 0, 0, 0]
+    pattern = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]])
+    path = tmp_path / "page.html"
+    path.write_text(views.page(pattern.expand(1, 1, 4, 4), [0, 1, 2, 3], None), encoding="utf-8")
+    browser.open(path)
+    for row in range(4):
+        for column in range(4):
+            expected = empty if column > row else deep if pattern[row, column] else light
+            assert pixel(browser, (row, column)) == expected, (row, column)
+
+
+def test_browser_page_of_one_head(browser: Browser, run: Any, lm: LanguageModel, tmp_path: Path) -> None:
+    """Layers and heads keep their numbers, and their role scores, where others are left out."""
+    text, path = "a cat, a dog, a cat", tmp_path / "page.html"
+    assert run(text, "--layer", "1", "--head", "2", "--html", str(path))[0] == 0
+    ids = Tokenizer.gpt2().encode(text)
+    weights = lm.attention(ids)
+    scores = {role: grid[1, 2].item() for role, grid in attention.head_roles(weights, ids).items()}
+    browser.open(path)
+    assert browser.text("#title") == "Layer 1, head 2" and browser.js("location.hash") == "#layer=1&head=2"
+    line = browser.text("#played")
+    assert line.startswith("On this text: ")
+    shown = {role: float(score) for role, score in re.findall(r"(\w+) (\d\.\d\d)", line)}
+    assert shown == pytest.approx(scores, abs=0.0051)
+    assert abs(bars(browser)[0][1] - weights[1, 2, -1].max().item()) < 6e-5 and browser.errors == []
+
+
+def test_browser_home_and_end(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    path, weights = shown
+    browser.open(path, "#layer=1&head=1")
+    T = weights.shape[-1]
+    browser.js("$map.focus()")
+    for key, column in (("Home", 0), ("End", T - 1), ("ArrowLeft", T - 2)):
+        browser.press(key)
+        assert browser.js("[state.row, state.column]") == [T - 1, column]
+        assert browser.text("#spoken").endswith(f"{weights[1, 1, -1, column].item():.4f}")
+    browser.js("document.querySelector('#heads [aria-selected=true]').focus()")
+    browser.press("Home")
+    assert browser.text("#title") == "Layer 1, head 0"
+    browser.press("End")
+    assert browser.js("[state.tab, document.activeElement.textContent]") == ["roles", "roles"]
+
+
+def test_browser_adds_up_the_rest_of_a_long_row(browser: Browser, tmp_path: Path) -> None:
+    weights = torch.arange(1.0, 21).expand(1, 1, 20, 20).tril()  # the last row: 1 to 20, of 210 in all
+    path = tmp_path / "page.html"
+    path.write_text(views.page(weights / weights.sum(-1, keepdim=True), list(range(20)), None), encoding="utf-8")
+    browser.open(path)
+    assert bars(browser)[0] == ("#19", round(20 / 210, 4)) and len(bars(browser)) == 15
+    assert bars(browser)[14] == ("6 more", round((1 + 2 + 3 + 4 + 5 + 6) / 210, 4))
+    browser.move(*browser.at("document.querySelectorAll('#text .token')[13]"))  # 14 tokens: all are listed
+    assert len(bars(browser)) == 14 and bars(browser)[13] == ("#0", round(1 / 105, 4))
+
+
+def test_browser_keeps_the_row_that_was_clicked(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    path, _ = shown
+    browser.open(path, "#layer=1&head=1")
+    browser.click(*browser.at("document.querySelectorAll('#text .token')[4]"))
+    browser.move(2, 2)
+    assert "(position 4)" in browser.text("#reads")
+    left, top, size = browser.js(
+        "(r => [r.x, r.y, size])((canvas.scrollIntoView({block: 'center'}), canvas.getBoundingClientRect()))"
+    )
+    browser.click(left + 2.5 * size, top + 8.5 * size)
+    browser.move(2, 2)
+    assert "(position 8)" in browser.text("#reads") and browser.js("state.kept") == 8
+
+
+def test_browser_keyboard_reaches_everything(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    """The focus goes to the heat map where a head is opened, and stays in its place where the view is drawn anew."""
+    path, weights = shown
+    focus = "document.activeElement.getAttribute('aria-label') || ''"
+    browser.open(path, "#layer=0&head=all")
+    browser.js("document.querySelectorAll('#all button')[2].focus()")
+    browser.press("]")
+    assert browser.js("[state.layer, state.tab]") == [1, "all"]
+    assert browser.js("[...document.querySelectorAll('#all button')].indexOf(document.activeElement)") == 2
+    browser.press("Enter")
+    assert browser.text("#title") == "Layer 1, head 2" and browser.js("document.activeElement === $map")
+    browser.press("ArrowLeft")
+    assert browser.js("state.row") == weights.shape[-1] - 1 and browser.js("state.column !== null")
+    browser.open(path, "#head=roles")
+    browser.js("document.querySelector('#roles .grid button').focus()")
+    for key, head in (("ArrowRight", "0.1"), ("ArrowDown", "1.1"), ("ArrowDown", "2.1"), ("ArrowDown", "2.1")):
+        browser.press(key)
+        assert browser.js(focus).startswith(f"previous, head {head}: ")
+    browser.press("ArrowLeft")
+    browser.press("ArrowUp")
+    assert browser.js(focus).startswith("previous, head 1.0: ")
+    browser.press("[")
+    browser.press("]")
+    assert browser.js(focus).startswith("previous, head 1.0: ")
+    browser.press("Enter")
+    assert browser.text("#title") == "Layer 1, head 0" and browser.js("document.activeElement === $map")
+    tabs = browser.js("[...document.querySelectorAll('[role=tab]')].map(e => e.getAttribute('aria-controls'))")
+    assert set(tabs) == {"view"} and browser.js("document.getElementById('view').role") == "tabpanel"
+    browser.js("location.hash = '#layer=2&head=3'")
+    browser.js("new Promise(done => setTimeout(done, 50))")
+    assert browser.text("#title") == "Layer 2, head 3" and browser.errors == []
+
+
+def test_browser_role_maps_of_twelve_heads_stand_side_by_side(browser: Browser, tmp_path: Path) -> None:
+    weights = torch.rand(12, 12, 6, 6).tril()
+    weights /= weights.sum(-1, keepdim=True)
+    for number, (ids, grids) in enumerate((([1, 2, 3, 1, 2, 3], 5), ([1, 2, 3, 4, 5, 6], 3))):
+        path = tmp_path / f"{number}.html"
+        roles = [("this text", attention.head_roles(weights, ids))]
+        path.write_text(views.page(weights, ids, None, roles=roles), encoding="utf-8")
+        browser.open(path, "#head=roles")
+        tops = browser.js("[...document.querySelectorAll('.maps section')].map(e => e.getBoundingClientRect().y)")
+        assert len(tops) == 5 and len(set(tops)) == 1
+        assert browser.js("document.querySelectorAll('#roles .grid').length") == grids
+        assert browser.text(".maps").count("no row to judge it by") == 5 - grids  # no token comes twice
+        browser.screenshot(tmp_path / f"{number}.png")
 
 
 def test_browser_light_and_dark(browser: Browser, shown: tuple[Path, Tensor], tmp_path: Path) -> None:
