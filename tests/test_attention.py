@@ -307,11 +307,13 @@ def published(golden: Path, id: str) -> Any:
 
 
 def attention_of(golden: Path, entry: Any) -> tuple[list[str], Tensor]:
-    """Names of heads and their published patterns."""
+    """Names of heads and their published patterns; a file that names none has those of layer 0."""
     data = json.loads((golden / entry["expected"]["file"]).read_text())
     if "groups" in data:
         data = data["groups"][entry["expected"]["group"]]
-    return data.get("heads") or [f"L{data['layer']}H{head}" for head in range(12)], torch.tensor(data["attention"])
+    return data.get("heads") or [f"L{data.get('layer', 0)}H{head}" for head in range(12)], torch.tensor(
+        data["attention"]
+    )
 
 
 @pytest.mark.pretrained
