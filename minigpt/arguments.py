@@ -150,8 +150,14 @@ def _add_attention(commands: Any) -> None:
     _add_prompt(parser)
     _add_model(parser)
     group = parser.add_argument_group("what to show")
-    group.add_argument("--layer", type=int, nargs="+", metavar="N", help="layers [0; for --html and --json all]")
-    group.add_argument("--head", type=int, nargs="+", metavar="N", help="these heads, with weights and matrix [all]")
+    group.add_argument(
+        "--layer",
+        type=_number,
+        nargs="+",
+        metavar="N",
+        help="layers [0; with --html, --json, --roles or --rank all]",
+    )
+    group.add_argument("--head", type=_number, nargs="+", metavar="N", help="heads, with weights and matrix [all]")
     _add_ablate(group)
     group.add_argument("--ids", action="store_true", help="the prompt is token ids instead of text")
     kind = group.add_mutually_exclusive_group()
@@ -169,6 +175,13 @@ def _add_attention(commands: Any) -> None:
 def _add_ablate(group: Any) -> None:
     help = "switch these heads off (after the prompt, or repeatable)"
     group.add_argument("--ablate", type=_head, nargs="+", action="extend", default=[], metavar="LAYER.HEAD", help=help)
+
+
+def _number(text: str) -> int:
+    """--layer N, --head N: whether the model has it, the model says."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"write numbers, and the prompt before them, not {text!r}")
+    return int(text)
 
 
 def _head(text: str) -> str:

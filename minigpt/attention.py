@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,18 @@ from minigpt.config import GPT2Config
 from minigpt.errors import CheckpointError, PromptError
 from minigpt.model import GPT2, Record
 
-ROLES = ("previous", "current", "first", "duplicate", "induction")
+
+@contextmanager
+def _looking(model: GPT2) -> Iterator[None]:
+    """No dropout, no gradients, no autocast, whatever the host program is in the middle of; the model stays in eval.
+
+    Not inference mode: the caller may go on computing with what comes out.
+    """
+    model.eval()
+    with torch.no_grad(), torch.autocast(model.wte.weight.device.type, enabled=False):
+        yield
 
 
-@torch.no_grad()
 def patterns(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]] = ()) -> Tensor:
     """The attention weights of every head, [L,H,T,T] float32 on the CPU: [layer, head, p, q] is p's weight on q.
 
@@ -36,9 +45,13 @@ def patterns(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]
         )
     _check_length(model, ids)
     record = Record()
-    model.hidden(torch.tensor([list(ids)], device=model.wte.weight.device), record=record, ablate=ablate)
-    weights = torch.stack([each[0].float().cpu() for each in record.attentions])  # L * (1, H, T, T) -> (L, H, T, T)
-    if not weights.isfinite().all():
+    L, H, T = model.config.n_layer, model.config.n_head, len(ids)
+    with _looking(model):
+        model.hidden(torch.tensor([list(ids)], device=model.wte.weight.device), record=record, ablate=ablate)
+        weights = torch.empty(L, H, T, T)
+        for layer in reversed(range(L)):
+            weights[layer] = record.attentions.pop()[0]  # one at a time, so that they are never all here twice
+    if not weights.sum().isfinite():  # weights are at least 0: nothing cancels
         raise CheckpointError("the attention weights hold NaN or infinity: the model's weights are damaged")
     return weights
 
@@ -47,7 +60,7 @@ def named_heads(config: GPT2Config, names: Iterable[str]) -> list[tuple[int, int
     """Heads named "layer.head" as pairs; ValueError for a name that the model does not have."""
     heads = []
     for name in [names] if isinstance(names, str) else names:
-        match = re.fullmatch(r"(\d+)\.(\d+)", str(name))
+        match = re.fullmatch(r"(\d+)\.(\d+)", name) if isinstance(name, str) else None  # 4.10 is not "4.10"
         if not match or int(match[1]) >= config.n_layer or int(match[2]) >= config.n_head:
             last = f"{config.n_layer - 1}.{config.n_head - 1}"
             raise ValueError(f"ablate names heads as layer.head, from 0.0 to {last}, not {name!r}")
@@ -134,7 +147,8 @@ def ablation_losses(
     _check_length(model, ids)
 
     def loss(*without: tuple[int, int]) -> float:
-        _, logprobs = scoring.log_probabilities(model, list(ids), ablate=[*ablate, *without])
+        with _looking(model):  # not around the loop: between two heads the caller's own settings hold
+            _, logprobs = scoring.log_probabilities(model, list(ids), ablate=[*ablate, *without])
         return -sum(logprobs) / len(logprobs)
 
     plain = loss()
@@ -154,7 +168,6 @@ class Lens:
     logits: Tensor
 
 
-@torch.no_grad()
 def lens(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]] = ()) -> Lens:
     """Each stage's residual x as a prediction: head(ln_f(x)), in float32 on the CPU.
 
@@ -164,8 +177,9 @@ def lens(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]] = 
     if not ids:
         raise PromptError("the text is empty: the lens needs at least one token")
     _check_length(model, ids)
-    record = Record()
-    model.hidden(torch.tensor([list(ids)], device=model.wte.weight.device), record=record, ablate=ablate)
-    residuals = torch.cat(record.residuals)  # (L+1, T, E)
-    logits = model.head(model.ln_f(residuals[:, -1]))
-    return Lens(residuals.float().norm(dim=-1).cpu(), logits.float().cpu())
+    record = Record(weights=False)
+    with _looking(model):
+        model.hidden(torch.tensor([list(ids)], device=model.wte.weight.device), record=record, ablate=ablate)
+        residuals = torch.cat(record.residuals)  # (L+1, T, E)
+        logits = model.head(model.ln_f(residuals[:, -1]))
+        return Lens(residuals.float().norm(dim=-1).cpu(), logits.float().cpu())

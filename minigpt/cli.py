@@ -414,8 +414,10 @@ def _tokenize(args: argparse.Namespace) -> None:
 
 
 def _attention(args: argparse.Namespace) -> None:
+    if args.html == "":
+        raise ValueError("--html needs the name of a file to write")
     given = (args.text, args.prompt, args.file) != (None, None, None)
-    text = _prompt(args) if given or not args.roles or args.html else None
+    text = _prompt(args) if given or not args.roles or args.html is not None else None
     ids = _parse_ids(text) if text is not None and args.ids else None
     lm = _load(args)
 

@@ -174,10 +174,12 @@ class Record:
 
     attentions: the attention weights, [B,H,T,S] each.
     residuals: the residual stream, [B,T,E] each: first the embeddings, then after each block (L + 1 in all).
+    weights: False collects the residuals alone, and leaves the attention fused.
     """
 
     attentions: list[Tensor] = field(default_factory=list)
     residuals: list[Tensor] = field(default_factory=list)
+    weights: bool = True
 
 
 class Block(nn.Module):
@@ -207,7 +209,7 @@ class Block(nn.Module):
         self, x: Tensor, cache: KVCache | None = None, record: Record | None = None, ablate: Collection[int] = ()
     ) -> Tensor:
         """[B,T,E] -> [B,T,E]."""
-        if record is None:
+        if record is None or not record.weights:
             x = x + self.attn(self.ln_1(x), cache, self.layer, ablate=ablate)
         else:
             out, weights = self.attn.written_out(self.ln_1(x), cache, self.layer, ablate=ablate)
@@ -279,7 +281,7 @@ class GPT2(nn.Module):
         """Token ids [B,T] -> hidden states [B,T,E] after the final LayerNorm.
 
         cache: earlier tokens; the new ones take the positions after them and are added to it.
-        record: collects attention weights and residuals (the attention is then written out, not fused).
+        record: collects attention weights and residuals (for the weights, the attention is written out, not fused).
         ablate: (layer, head) pairs whose output is zeroed before W_O.
         Raises PromptError if there are more tokens than positions.
         """

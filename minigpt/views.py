@@ -1,6 +1,7 @@
 """What minigpt.attention finds, made visible: lines for a terminal, records for programs, one page for a browser.
 
-Everything here returns text; the command line prints or writes it. Tensors are named and shaped as in attention.py.
+Everything here returns text, but for `report`, the `attention` command: it also writes the page that --html asks for,
+and shows a bar on stderr while it ranks. Tensors are named and shaped as in attention.py.
 """
 
 from __future__ import annotations
@@ -95,15 +96,26 @@ def chosen(what: str, numbers: Sequence[int] | None, count: int) -> list[int]:
 
 
 def layer_lines(weights: Tensor, labels: Sequence[str], layer: int, screen: Screen) -> Iterator[str]:
-    """One line a head: what the last token attends to, as a shaded strip if it fits, and the three largest weights."""
+    """One line a head: what the last token attends to, as a shaded strip and the three largest weights.
+
+    The strip is left out, for the whole layer, where a line with it would not fit the screen.
+    """
     T = len(labels)
-    yield f"layer {layer}: what the last of {T} tokens, {labels[-1]}, attends to"
-    for head, pattern in enumerate(weights[layer]):
-        values, positions = pattern[-1].topk(min(3, T))
-        top = ", ".join(
-            f"{labels[at]} {value:.3f}" for value, at in zip(values.tolist(), positions.tolist(), strict=True)
-        )
-        strip = f"{_cells(pattern[-1].tolist(), screen, 1)}  " if screen.width >= 2 * T else ""
+    headings = (
+        f"layer {layer}: what the last of {T} tokens, {labels[-1]}, attends to",
+        f"layer {layer}: what {labels[-1]} attends to",
+        f"layer {layer}",
+    )
+    yield next((heading for heading in headings if len(heading) <= screen.width), headings[-1])
+    last = weights[layer, :, -1]  # (H, T)
+    found = last.topk(min(3, T))
+    tops = [
+        ", ".join(f"{labels[at]} {value:.3f}" for value, at in zip(*row, strict=True))
+        for row in zip(found.values.tolist(), found.indices.tolist(), strict=True)
+    ]
+    fits = len("  head 00    ") + T + max(map(len, tops)) <= screen.width
+    for head, (row, top) in enumerate(zip(last.tolist(), tops, strict=True)):
+        strip = f"{_cells(row, screen, 1)}  " if fits else ""
         yield f"  head {head:<2}  {strip}{top}"
 
 
@@ -159,7 +171,7 @@ def role_lines(roles: Mapping[str, Tensor], pairs: Sequence[tuple[int, int]], ab
     for role in roles:
         best = sorted((r for r in records if r[role] is not None), key=lambda r: -r[role])[:5]
         strongest = "  ".join(f"{r['layer']}.{r['head']} {r[role]:.3f}" for r in best)
-        yield f"  {role:<10} {strongest or '- (no token comes twice)'}"
+        yield f"  {role:<10} {strongest or '- (no row to judge it by)'}"
     yield ""
     yield "  head " + "".join(f"{role:>11}" for role in roles)
     for record in records:
@@ -259,14 +271,16 @@ def report(lm: LanguageModel, ids: list[int] | None, args: argparse.Namespace, s
     layers = chosen("layer", args.layer, config.n_layer)
     heads = chosen("head", args.head, config.n_head)
     off = attention.named_heads(config, args.ablate)
-    if args.lens and not args.html and (args.layer, args.head) != (None, None):
+    if args.lens and args.html is None and (args.layer, args.head) != (None, None):
         raise ValueError("--lens shows every block as a whole: it takes no --layer or --head")
     about = "this text"
     if ids is None:
         ids = _random_ids(lm)
         about = f"{len(ids) // 2} random tokens that come twice"
-    if args.html:
-        yield from _write_page(lm, ids, args, layers, heads)
+    if args.html is not None:
+        written = _write_page(lm, ids, args, layers, heads)
+        if not args.json:  # then all that is printed is JSON
+            yield written
         if not (args.json or args.roles or args.lens or args.rank):
             return
     if args.lens:
@@ -301,7 +315,7 @@ def _random_ids(lm: LanguageModel) -> list[int]:
 
 def _write_page(
     lm: LanguageModel, ids: list[int], args: argparse.Namespace, layers: list[int], heads: list[int]
-) -> Iterator[str]:
+) -> str:
     """Write the page to args.html, with the roles on this text and, with --roles, on random tokens; a line about it."""
     check_page(len(ids), len(layers) * len(heads))
     weights = lm.attention(ids, ablate=args.ablate)
@@ -313,9 +327,9 @@ def _write_page(
     made = page(
         weights, ids, lm.tokenizer, model=args.model, layers=layers, heads=heads, roles=roles, ablated=args.ablate
     )
-    data = made.encode("utf-8", "replace")
+    data = made.encode()
     Path(args.html).write_bytes(data)
-    yield f"{args.html}: {len(layers)} x {len(heads)} heads, {len(ids)} tokens, {len(data) // 1000:,} KB"
+    return f"{args.html}: {len(layers)} x {len(heads)} heads, {len(ids)} tokens, {len(data) // 1000:,} KB"
 
 
 def _rank(

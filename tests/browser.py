@@ -132,8 +132,9 @@ class Browser:
 
     def press(self, key: str) -> None:
         """One key, such as ArrowRight, Tab or ]."""
-        extra = {"text": key} if len(key) == 1 else {}
-        code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}.get(key, 0)
+        extra = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
+        names = ("End", "Home", "ArrowLeft", "ArrowUp", "ArrowRight", "ArrowDown")
+        code = {"Tab": 9, "Enter": 13, **{name: 35 + at for at, name in enumerate(names)}}.get(key, 0)
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **extra)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 

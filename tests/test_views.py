@@ -104,6 +104,29 @@ def test_default_is_one_line_for_each_head(run: Any, lm: LanguageModel) -> None:
             assert line.endswith("  " + ", ".join(f"{labels[at]} {row[at]:.3f}" for at in order))
 
 
+@pytest.mark.parametrize("colour", [False, True])
+def test_default_view_fits_the_screen(lm: LanguageModel, colour: bool) -> None:
+    """The strip comes with all the layer's heads or with none, and never pushes the text after it over the edge."""
+    text = "The cat sat on the mat"
+    weights, labels = lm.attention(text), ["'The'", "' cat'", "' sat'", "' on'", "' the'", "' mat'"]
+
+    def lines(width: int) -> list[str]:
+        screen = views.Screen(width, colour, blocks=False)
+        return [re.sub("\x1b[^m]*m", "", line) for line in views.layer_lines(weights, labels, 1, screen)]
+
+    bare = max(map(len, lines(1)[1:]))
+    needed = bare + len(labels) + 2
+    assert max(map(len, lines(needed))) == needed
+    assert all(re.match(r"  head \d   .{6}  '", line) for line in lines(needed)[1:])
+    assert lines(needed - 1)[1:] == lines(1)[1:]
+    for width, heading in (
+        (55, "layer 1: what the last of 6 tokens, ' mat', attends to"),
+        (50, "layer 1: what ' mat' attends to"),
+        (20, "layer 1"),
+    ):
+        assert lines(width)[0] == heading and len(heading) <= width
+
+
 def test_chosen_heads_with_weights_and_matrix(run: Any, lm: LanguageModel) -> None:
     text = "The cat sat on the mat"
     code, out, err = run(text, "--layer", "1", "--head", "0", "3")
@@ -175,6 +198,53 @@ def test_ids_and_models_without_a_tokenizer(run: Any, lm: LanguageModel, tmp_pat
     assert (data["layers"], data["heads"], data["ablated"]) == ([1], [0, 2], ["0.3"])
 
 
+def test_json_with_a_page_is_json_alone(run: Any, tmp_path: Path) -> None:
+    for number, options in enumerate(([], ["--roles"], ["--lens"], ["--rank"])):
+        path = tmp_path / f"{number}.html"
+        plain = run("The cat sat", "--json", *options)
+        assert run("The cat sat", "--json", *options, "--html", str(path)) == plain and path.is_file()
+        assert all(json.loads(line) for line in plain[1].splitlines()) and plain[0] == 0
+        assert run("The cat sat", *options, "--html", str(path))[1].startswith(f"{path}: 3 x 4 heads, ")
+
+
+def test_ablation_reaches_every_view(run: Any, lm: LanguageModel, tmp_path: Path) -> None:
+    text, off = "a cat, a dog, a cat", ["0.1", "1.2"]
+    ids = Tokenizer.gpt2().encode(text)
+    pairs = [(0, 1), (1, 2)]
+
+    def records(*options: str) -> list[Any]:
+        code, out, err = run(text, "--json", *options, "--ablate", *off)
+        assert (code, err) == (0, "")
+        return [json.loads(line) for line in out.splitlines()]
+
+    weights = lm.attention(text, ablate=off)
+    assert not torch.allclose(weights, lm.attention(text), atol=1e-3)
+    path = tmp_path / "page.html"
+    records("--html", str(path))
+    data = page_data(path.read_text(encoding="utf-8"))
+    rows, columns = torch.tril_indices(len(ids), len(ids))
+    assert (stored_weights(data) - weights[:, :, rows, columns]).abs().max() < 8e-6
+    scores = attention.head_roles(weights, ids)
+    for role, grid in data["maps"][0]["scores"].items():
+        assert torch.allclose(torch.tensor(grid), scores[role], atol=6e-5)
+    for record in records("--roles"):
+        assert all(record[role] == scores[role][record["layer"], record["head"]].item() for role in scores)
+    found = attention.lens(lm.model, ids, pairs)
+    assert [record["norms"] for record in records("--lens")] == found.norms.tolist()
+    expected = {one[:2]: one[2] for one in attention.ablation_losses(lm.model, ids, [(0, 0), (2, 3)], pairs)}
+    rises = {(record["layer"], record["head"]): record["increase"] for record in records("--rank")}
+    assert all(abs(rises[pair] - rise) < 1e-9 for pair, rise in expected.items())
+    assert rises[0, 1] == rises[1, 2] == 0  # off already
+
+
+def test_roles_of_chosen_heads(run: Any) -> None:
+    text = "a cat, a dog, a cat"
+    all_of_them = [json.loads(line) for line in run(text, "--roles", "--json")[1].splitlines()]
+    code, out, err = run(text, "--roles", "--json", "--layer", "2", "0", "--head", "3", "1")
+    assert (code, err) == (0, "")
+    assert [json.loads(line) for line in out.splitlines()] == [all_of_them[at] for at in (11, 9, 3, 1)]
+
+
 def test_roles_on_a_text_and_on_random_tokens(run: Any, lm: LanguageModel) -> None:
     text = "a cat, a dog, a cat"
     ids = Tokenizer.gpt2().encode(text)
@@ -182,14 +252,14 @@ def test_roles_on_a_text_and_on_random_tokens(run: Any, lm: LanguageModel) -> No
     code, out, err = run(text, "--roles", "--json")
     assert (code, err) == (0, "")
     for record in map(json.loads, out.splitlines()):
-        for role in attention.ROLES:
+        for role in scores:
             assert record[role] == scores[role][record["layer"], record["head"]].item()
     code, out, err = run(text, "--roles")
     assert (code, err, len(out.splitlines())) == (0, "", 1 + 5 + 2 + 12) and "on this text" in out
     best = scores["previous"].argmax().item()
     assert f"  previous   {best // 4}.{best % 4} {scores['previous'].max():.3f}  " in out
     once = run("one two", "--roles")[1]
-    assert "duplicate  - (no token comes twice)" in once
+    assert "duplicate  - (no row to judge it by)" in once
     assert json.loads(run("one two", "--roles", "--json")[1].splitlines()[0])["induction"] is None
     code, out, err = run("--roles")
     assert (code, err) == (0, "") and out.startswith("head roles on 100 random tokens that come twice, from 0 to 1\n")
@@ -250,6 +320,10 @@ def test_ablate_reaches_generate(folder: Path, lm: LanguageModel, capsys: pytest
         (["The cat", "--layer", "3"], 2, "--layer 3 is out of range: the model's layers are 0 to 2"),
         (["The cat", "--layer", "-1"], 2, "--layer -1 is out of range"),
         (["The cat", "--head", "0", "4"], 2, "--head 4 is out of range: the model's heads are 0 to 3"),
+        (["--layer", "1", "The cat"], 2, "--layer: write numbers, and the prompt before them, not 'The cat'"),
+        (["--head", "The cat"], 2, "--head: write numbers, and the prompt before them, not 'The cat'"),
+        (["The cat", "--layer", "1.5"], 2, "write numbers, and the prompt before them, not '1.5'"),
+        (["The cat", "--html", ""], 2, "--html needs the name of a file to write"),
         (["The cat", "--ablate", "0.9"], 2, "ablate names heads as layer.head, from 0.0 to 2.3, not '0.9'"),
         (["The cat", "--ablate", "zero"], 2, "write heads as LAYER.HEAD, and the prompt before --ablate, not 'zero'"),
         (["cat " * 300], 1, "the text has 301 tokens, but the model's context is 256"),
@@ -299,19 +373,24 @@ def page_data(html: str) -> Any:
     return json.loads(found)
 
 
+def stored_weights(data: Any) -> Tensor:
+    """The weights that a page holds: its layers, its heads, the lower triangles row by row."""
+    layers = [torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int16) for text in data["weights"]]
+    return (torch.stack(layers).int() % 65536).view(len(layers), len(data["heads"]), -1) / 65535
+
+
 def test_page_holds_the_weights_and_escapes_the_text(lm: LanguageModel) -> None:
     ids = Tokenizer.gpt2().encode(TEXT)
     weights = lm.attention(ids)
     html = views.page(weights, ids, lm.tokenizer, model="</script><script>alert(1)</script>", layers=[2, 0])
     assert html.count("<script") == 2 and html.count("</script>") == 2
     assert not re.search(r"""(?:src|href)=|@import|url\(|https?:|fetch\(|XMLHttp""", html)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    assert html.index(f'<meta http-equiv="Content-Security-Policy" content="{policy}">') < html.index("<script")
     data = page_data(html)
     assert data["layers"] == [2, 0] and data["heads"] == [0, 1, 2, 3] and len(data["tokens"]) == len(ids)
     rows, columns = torch.tril_indices(len(ids), len(ids))
-    for layer, text in zip((2, 0), data["weights"], strict=True):
-        values = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int16).int() % 65536
-        stored = values.view(4, -1) / 65535
-        assert (stored - weights[layer][:, rows, columns]).abs().max() < 8e-6  # half a step of 1 / 65535
+    assert (stored_weights(data) - weights[[2, 0]][:, :, rows, columns]).abs().max() < 8e-6  # half a step of 1 / 65535
 
 
 @pytest.fixture(scope="module")
@@ -461,6 +540,132 @@ def test_browser_all_heads_and_roles(browser: Browser, shown: tuple[Path, Tensor
     assert label == f"previous, head 1.2: {score:.3f}"
     browser.click(*browser.at("document.querySelectorAll('#roles .grid')[0].querySelectorAll('button')[6]"))
     assert browser.text("#title") == "Layer 1, head 2" and browser.errors == []
+
+
+def pixel(browser: Browser, position: tuple[int, int]) -> list[int]:
+    """The colour in the middle of a cell (row, column) of the heat map."""
+    row, column = position
+    middle = f"{column} * size + Math.floor(size / 2), {row} * size + Math.floor(size / 2)"
+    found: list[int] = browser.js(f"[...canvas.getContext('2d').getImageData({middle}, 1, 1).data]")
+    return found
+
+
+def test_browser_colours_rows_down_and_columns_across(browser: Browser, tmp_path: Path) -> None:
+    """Weights of 0 and 1, whose colours are known, in a pattern that is not its own mirror image."""
+    light, deep, empty = [0xF4, 0xF1, 0xEC, 255], [0x2E, 0x0F, 0x3F, 255], [0, 0, 0, 0]
+    pattern = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]])
+    path = tmp_path / "page.html"
+    path.write_text(views.page(pattern.expand(1, 1, 4, 4), [0, 1, 2, 3], None), encoding="utf-8")
+    browser.open(path)
+    for row in range(4):
+        for column in range(4):
+            expected = empty if column > row else deep if pattern[row, column] else light
+            assert pixel(browser, (row, column)) == expected, (row, column)
+
+
+def test_browser_page_of_one_head(browser: Browser, run: Any, lm: LanguageModel, tmp_path: Path) -> None:
+    """Layers and heads keep their numbers, and their role scores, where others are left out."""
+    text, path = "a cat, a dog, a cat", tmp_path / "page.html"
+    assert run(text, "--layer", "1", "--head", "2", "--html", str(path))[0] == 0
+    ids = Tokenizer.gpt2().encode(text)
+    weights = lm.attention(ids)
+    scores = {role: grid[1, 2].item() for role, grid in attention.head_roles(weights, ids).items()}
+    browser.open(path)
+    assert browser.text("#title") == "Layer 1, head 2" and browser.js("location.hash") == "#layer=1&head=2"
+    line = browser.text("#played")
+    assert line.startswith("On this text: ")
+    shown = {role: float(score) for role, score in re.findall(r"(\w+) (\d\.\d\d)", line)}
+    assert shown == pytest.approx(scores, abs=0.0051)
+    assert abs(bars(browser)[0][1] - weights[1, 2, -1].max().item()) < 6e-5 and browser.errors == []
+
+
+def test_browser_home_and_end(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    path, weights = shown
+    browser.open(path, "#layer=1&head=1")
+    T = weights.shape[-1]
+    browser.js("$map.focus()")
+    for key, column in (("Home", 0), ("End", T - 1), ("ArrowLeft", T - 2)):
+        browser.press(key)
+        assert browser.js("[state.row, state.column]") == [T - 1, column]
+        assert browser.text("#spoken").endswith(f"{weights[1, 1, -1, column].item():.4f}")
+    browser.js("document.querySelector('#heads [aria-selected=true]').focus()")
+    browser.press("Home")
+    assert browser.text("#title") == "Layer 1, head 0"
+    browser.press("End")
+    assert browser.js("[state.tab, document.activeElement.textContent]") == ["roles", "roles"]
+
+
+def test_browser_adds_up_the_rest_of_a_long_row(browser: Browser, tmp_path: Path) -> None:
+    weights = torch.arange(1.0, 21).expand(1, 1, 20, 20).tril()  # the last row: 1 to 20, of 210 in all
+    path = tmp_path / "page.html"
+    path.write_text(views.page(weights / weights.sum(-1, keepdim=True), list(range(20)), None), encoding="utf-8")
+    browser.open(path)
+    assert bars(browser)[0] == ("#19", round(20 / 210, 4)) and len(bars(browser)) == 15
+    assert bars(browser)[14] == ("6 more", round((1 + 2 + 3 + 4 + 5 + 6) / 210, 4))
+    browser.move(*browser.at("document.querySelectorAll('#text .token')[13]"))  # 14 tokens: all are listed
+    assert len(bars(browser)) == 14 and bars(browser)[13] == ("#0", round(1 / 105, 4))
+
+
+def test_browser_keeps_the_row_that_was_clicked(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    path, _ = shown
+    browser.open(path, "#layer=1&head=1")
+    browser.click(*browser.at("document.querySelectorAll('#text .token')[4]"))
+    browser.move(2, 2)
+    assert "(position 4)" in browser.text("#reads")
+    left, top, size = browser.js(
+        "(r => [r.x, r.y, size])((canvas.scrollIntoView({block: 'center'}), canvas.getBoundingClientRect()))"
+    )
+    browser.click(left + 2.5 * size, top + 8.5 * size)
+    browser.move(2, 2)
+    assert "(position 8)" in browser.text("#reads") and browser.js("state.kept") == 8
+
+
+def test_browser_keyboard_reaches_everything(browser: Browser, shown: tuple[Path, Tensor]) -> None:
+    """The focus goes to the heat map where a head is opened, and stays in its place where the view is drawn anew."""
+    path, weights = shown
+    focus = "document.activeElement.getAttribute('aria-label') || ''"
+    browser.open(path, "#layer=0&head=all")
+    browser.js("document.querySelectorAll('#all button')[2].focus()")
+    browser.press("]")
+    assert browser.js("[state.layer, state.tab]") == [1, "all"]
+    assert browser.js("[...document.querySelectorAll('#all button')].indexOf(document.activeElement)") == 2
+    browser.press("Enter")
+    assert browser.text("#title") == "Layer 1, head 2" and browser.js("document.activeElement === $map")
+    browser.press("ArrowLeft")
+    assert browser.js("state.row") == weights.shape[-1] - 1 and browser.js("state.column !== null")
+    browser.open(path, "#head=roles")
+    browser.js("document.querySelector('#roles .grid button').focus()")
+    for key, head in (("ArrowRight", "0.1"), ("ArrowDown", "1.1"), ("ArrowDown", "2.1"), ("ArrowDown", "2.1")):
+        browser.press(key)
+        assert browser.js(focus).startswith(f"previous, head {head}: ")
+    browser.press("ArrowLeft")
+    browser.press("ArrowUp")
+    assert browser.js(focus).startswith("previous, head 1.0: ")
+    browser.press("[")
+    browser.press("]")
+    assert browser.js(focus).startswith("previous, head 1.0: ")
+    browser.press("Enter")
+    assert browser.text("#title") == "Layer 1, head 0" and browser.js("document.activeElement === $map")
+    tabs = browser.js("[...document.querySelectorAll('[role=tab]')].map(e => e.getAttribute('aria-controls'))")
+    assert set(tabs) == {"view"} and browser.js("document.getElementById('view').role") == "tabpanel"
+    browser.js("location.hash = '#layer=2&head=3'")
+    browser.js("new Promise(done => setTimeout(done, 50))")
+    assert browser.text("#title") == "Layer 2, head 3" and browser.errors == []
+
+
+def test_browser_role_maps_of_twelve_heads_stand_side_by_side(browser: Browser, tmp_path: Path) -> None:
+    weights = torch.rand(12, 12, 6, 6).tril()
+    weights /= weights.sum(-1, keepdim=True)
+    for number, (ids, grids) in enumerate((([1, 2, 3, 1, 2, 3], 5), ([1, 2, 3, 4, 5, 6], 3))):
+        path = tmp_path / f"{number}.html"
+        roles = [("this text", attention.head_roles(weights, ids))]
+        path.write_text(views.page(weights, ids, None, roles=roles), encoding="utf-8")
+        browser.open(path, "#head=roles")
+        tops = browser.js("[...document.querySelectorAll('.maps section')].map(e => e.getBoundingClientRect().y)")
+        assert len(tops) == 5 and len(set(tops)) == 1
+        assert browser.js("document.querySelectorAll('#roles .grid').length") == grids
+        assert browser.text(".maps").count("no row to judge it by") == 5 - grids  # no token comes twice
+        browser.screenshot(tmp_path / f"{number}.png")
 
 
 def test_browser_light_and_dark(browser: Browser, shown: tuple[Path, Tensor], tmp_path: Path) -> None:
