@@ -92,6 +92,11 @@ def _add_generate(commands: Any) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
     _add_ablate(group)
 
+    _add_output(parser)
+    _add_machine(parser)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--ids", action="store_true", help="token ids in (as the prompt) and out, instead of text")
     group.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
@@ -104,12 +109,11 @@ def _add_generate(commands: Any) -> None:
     group.add_argument(
         "--input",
         metavar="FILE",
-        help='a JSON object a line: "prompt" or "ids", with an "id" and any of the options above, if wanted',
+        help='a JSON object a line: "prompt" or "ids", with an "id" and any field of SamplingParams, if wanted',
     )
     group.add_argument("--output", metavar="FILE", help="where the records go, one a line [standard output]")
     group.add_argument("--batch-size", type=int, metavar="N", help="prompts that are continued at a time [8]")
     group.add_argument("--resume", action="store_true", help="go on with an --output that is not complete")
-    _add_machine(parser)
 
 
 def _add_score(commands: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ import time
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,26 +187,27 @@ def _run_job(args: argparse.Namespace) -> None:
         raise ValueError("--resume needs --output")
     batch_size = 8 if args.batch_size is None else integer("--batch-size", args.batch_size, 1, 4096)
     params = _params(args)
-    job = jobs.Job(
-        args.input,
-        args.output,
-        params,
-        {"model": args.model, "revision": args.revision, "dtype": args.dtype, "special": args.special},
-        resume=args.resume,
-    )
-    lm = _load(args)
-    started = time.perf_counter()
-    with _on_signal(_raise_stopped), Progress(job.total, "lines", job.done) as progress:
-        for record in job.records(lm, model=args.model, batch_size=batch_size, special=args.special):
-            if args.output is None:
-                _print_json(record)
-            progress.update(job.done, job.tokens)
-        progress.update(job.done, job.tokens)
+
+    from minigpt.generation import find_device
+
+    settings = {"model": args.model, "revision": args.revision, "dtype": args.dtype, "special": args.special}
+    settings["device"] = find_device(args.device).type  # it decides what sampling draws
+    job = jobs.Job(args.input, args.output, params, settings, resume=args.resume)
+    with closing(job.output) as output:
+        lm = _load(args)
+        started = time.perf_counter()
+        with _on_signal(_raise_stopped), Progress(job.total, "lines", output.done) as progress:
+            for record in job.records(lm, model=args.model, batch_size=batch_size, special=args.special):
+                if args.output is None:
+                    _print_json(record)
+                progress.update(output.done, job.tokens)
+            progress.update(output.done, job.tokens)
     if args.stats:
         _print_rate("generation", job.tokens, time.perf_counter() - started)
         _print_machine(lm)
-    if job.failed:
-        raise MiniGPTError(f"{job.failed} of {job.count} records are errors: see {args.output or 'standard output'}")
+    if output.failed:
+        where = args.output or "standard output"
+        raise MiniGPTError(f"{output.failed} of {output.count} records are errors: see {where}")
 
 
 def _load(args: argparse.Namespace) -> LanguageModel:
@@ -366,7 +368,10 @@ def _score(args: argparse.Namespace) -> None:
 
         score = scoring.evaluate(lm.model, lm.tokenizer, ids, stride, keep=keep, progress=show)
     if args.json:
-        figures = {name: value if value == value else None for name, value in asdict(score).items()}  # JSON has no NaN
+        figures = asdict(score)
+        for name, value in figures.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                figures[name] = None  # JSON has no NaN and no infinity
         _print_json({**figures, "model": args.model, "stride": stride})
     else:
         _print_score(lm, ids, score, tokens=stride is None)

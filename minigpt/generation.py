@@ -50,8 +50,8 @@ def load(
     Raises ModelNotFoundError, CheckpointError, TokenizerError or DeviceError, each saying what to do. Warns if the
     program has enabled TF32 and float32 on CUDA is asked for: the results will differ from the CPU's.
     """
-    place = _device(device)
-    precision = _dtype(dtype, place)
+    place = find_device(device)
+    precision = find_dtype(dtype, place)
     folder = checkpoint.locate(model, revision=revision, offline=offline, progress=progress)
     config = checkpoint.read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
@@ -59,7 +59,7 @@ def load(
     return LanguageModel(network, tokenizer, checkpoint.end_ids(folder, config))
 
 
-def _device(device: str | torch.device) -> torch.device:
+def find_device(device: str | torch.device) -> torch.device:
     """The device meant, if it is there; DeviceError where it is not."""
     name = str(device)
     if name == "auto":
@@ -75,7 +75,7 @@ def _device(device: str | torch.device) -> torch.device:
     return place
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+def find_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype meant, if `device` supports it; DeviceError naming the ones that it does otherwise."""
     name = str(dtype).removeprefix("torch.")
     allowed = ("float32",) if device.type == "cpu" else ("float32", "float16", "bfloat16")

@@ -6,7 +6,9 @@ Records out, in the order of the lines, one for each completion:
 and for what failed: id, line, error (and sample, where the line's other samples did not fail).
 
 Lines are counted from 1, as editors do; a line without an id has its number as its id, and empty lines are skipped.
-The records depend on the lines and the settings alone, so a job that was killed can be resumed by counting records.
+The records depend on the lines and the settings alone, so a job that was killed can be resumed by counting records:
+the file is then the same, up to float32 rounding of log-probabilities (what shares a batch with a row moves their last
+digits).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def read_lines(path: str, params: SamplingParams, fresh_seed: int) -> Iterator[L
     """The lines of a file, each with `params` and its own options over them; a bad line comes with its error.
 
     Line n has its own seed, else params.seed + n (mod 2^64), else, if it samples, fresh_seed + n.
+    Memory: the ids of all lines read so far, to find one that is there twice.
     Raises MiniGPTError if the file cannot be read.
     """
     seen: dict[str | int, int] = {}
@@ -60,11 +63,16 @@ def _numbered(path: str) -> Iterator[tuple[int, bytes]]:
 def parse(number: int, data: bytes, params: SamplingParams, fresh_seed: int) -> Line:
     """One line of the input, see read_lines. Never raises: what is wrong is in the result."""
     try:
+        return _parse(number, data, params, fresh_seed)
+    except RecursionError:  # of json, or of the repr in a message
+        return Line(number, number, error="not a line that can be read: it is nested too deeply")
+
+
+def _parse(number: int, data: bytes, params: SamplingParams, fresh_seed: int) -> Line:
+    try:
         values = json.loads(data.decode("utf-8").rstrip(), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         return Line(number, number, error=f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}")
-    except RecursionError:
-        return Line(number, number, error="not JSON that can be read: it is nested too deeply")
     except json.JSONDecodeError as error:
         return Line(number, number, error=f"not JSON: {error.msg} at column {error.colno}")
     except ValueError as error:  # _unique's, or a number with more digits than Python reads
@@ -102,6 +110,8 @@ def _prompt_and_params(
     if not isinstance(prompt, str if "prompt" in values else list):
         kind = "prompt must be a text" if "prompt" in values else "ids must be a list of token ids"
         raise ValueError(f"{kind}, not {type(prompt).__name__}")
+    if any(isinstance(item, (list, dict)) for item in prompt):
+        raise ValueError("ids must be a list of token ids, with no list or object inside")
     own = {name: values[name] for name in _OPTIONS if values.get(name) is not None}
     base = params.seed
     params = replace(params, **own)
@@ -144,6 +154,8 @@ def records(
 
     sample = 0
     for result in lm.generate_each(tasks(), batch_size=batch_size):
+        if not waiting and isinstance(result, Failure):  # the lines themselves cannot be read on
+            raise result.error
         line = waiting[0]
         number = line.skip + sample
         whole = False
@@ -183,9 +195,9 @@ class Job:
     input, output: their names; output None: the records are only given, not kept.
     params: for all lines, as far as they say nothing else.
     settings: what else the records depend on, for --resume to compare.
+    output: the Output, which counts records and done lines, those of an earlier run included.
     lines: those whose records are not all there yet.
-    total, done: lines in all, and those whose records are all there.
-    count, failed: records, and those of them that are errors.      tokens: drawn in this run.
+    total: lines in all.        tokens: drawn in this run.
 
     Raises MiniGPTError for files that cannot be used, ValueError for other settings than the job was begun with.
     """
@@ -193,26 +205,29 @@ class Job:
     def __init__(
         self, input: str, output: str | None, params: SamplingParams, settings: dict[str, Any], resume: bool
     ) -> None:
-        self.total, digest = survey(input)
-        if output is not None and os.path.exists(output) and os.path.samefile(input, output):
-            raise ValueError(f"the output {output} is also the input")
+        self.input = input
+        self._survey = survey(input)
+        self.total, digest = self._survey
+        for name in () if output is None else (output, f"{output}.job", f"{output}.job.new"):
+            if os.path.exists(name) and os.path.samefile(input, name):
+                raise ValueError(f"{'the output' if name == output else 'the settings file'} {name} is also the input")
         options = {**settings, **asdict(params), "fresh_seed": secrets.randbits(32), "input": digest}
-        self.output = None if output is None else Output(output, options, resume)
-        lines = read_lines(input, params, options["fresh_seed"])
-        self.lines = lines if self.output is None else self.output.remaining(lines)
-        self.done = self.count = self.failed = self.tokens = 0
-        if self.output is not None:
-            self.done, self.count, self.failed = self.output.done, self.output.count, self.output.failed
+        self.output = Output(output, options, resume)
+        self.lines = self.output.remaining(read_lines(input, params, options["fresh_seed"]))
+        self.tokens = 0
+
+    def check_input(self) -> None:
+        """Raise MiniGPTError if the input is no longer what it was at the beginning."""
+        if survey(self.input) != self._survey:
+            raise MiniGPTError(f"{self.input} changed while it was read: start again")
 
     def records(self, lm: LanguageModel, *, model: str, batch_size: int, special: bool) -> Iterator[dict[str, Any]]:
-        """Do the rest of the work: each record, once it is in the output."""
+        """Do the rest of the work: each record, once it is in the output. Raises MiniGPTError, see check_input."""
         for record in records(lm, self.lines, model=model, batch_size=batch_size, special=special, on_line=self._count):
-            if self.output is not None:
-                self.output.write(record)
-            self.count += 1
-            self.failed += "error" in record
+            self.output.write(record)
             self.tokens += len(record.get("ids", ()))
             yield record
+        self.check_input()
 
     def _count(self, line: Line) -> None:
-        self.done += 1
+        self.output.done += 1

@@ -40,7 +40,7 @@ class Progress:
             return
         self._shown = now = time.monotonic()
         seconds = max(now - self._started, 1e-9)
-        share = self._done / self._total if self._total else 1.0
+        share = min(self._done / self._total, 1.0) if self._total else 1.0
         bar = "#" * int(20 * share)
         text = (
             f"[{bar:.<20}] {self._done:,}/{self._total:,} {self._unit}, {self._tokens / seconds:,.1f} tokens per second"

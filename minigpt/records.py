@@ -49,52 +49,55 @@ class Line:
 class Output:
     """The file of records: whole lines only, whatever happens, and beside it OUTPUT.job with the job's settings.
 
+    path: the file; None keeps no records, and only counts them.
     settings: what the records depend on. The fresh seed of a job that is resumed is the one that it was begun with.
-    resume: go on after the records that are there. `count` says how many are, `failed` how many of those are errors.
+    resume: go on after the records that are there, which `remaining` checks before anything is cut off or written.
+    count, failed: records, and those of them that are errors.      done: lines whose records are all there.
 
     Raises MiniGPTError if the files cannot be used, ValueError if the job was begun with other settings.
     """
 
-    def __init__(self, path: str, settings: dict[str, Any], resume: bool) -> None:
+    def __init__(self, path: str | None, settings: dict[str, Any], resume: bool) -> None:
         self.path, self.settings = path, settings
         self.count = self.failed = self.done = self.size = 0
+        if path is None:
+            return
         try:
             there = os.path.getsize(path) > 0 if os.path.isfile(path) else False
             if there and not resume:
                 raise MiniGPTError(f"{path} is there already: add --resume to go on with it, or remove it")
-            if resume:
-                self._check_settings(there)
+            if there:
+                self._check_settings()
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
             self._regular = stat.S_ISREG(os.fstat(self._file).st_mode)
             if self._regular:
                 self._write_settings()
-                self._find_end()
+                self.size, self._tail = _whole_lines(path)
         except OSError as error:
             raise self._problem(error) from None
 
-    def _check_settings(self, there: bool) -> None:
+    def _check_settings(self) -> None:
         """Compare the settings with those that the job was begun with."""
         name = f"{self.path}.job"
         try:
             with open(name, encoding="utf-8") as file:
                 begun = json.load(file)
         except FileNotFoundError:
-            if there:
-                raise MiniGPTError(
-                    f"{name}, which holds the settings of the job, is gone: {self.path} cannot be resumed"
-                ) from None
-            return
-        except ValueError:
+            raise MiniGPTError(
+                f"{name}, which holds the settings of the job, is gone: {self.path} cannot be resumed"
+            ) from None
+        except (ValueError, RecursionError):
             begun = None
-        if not isinstance(begun, dict):
-            raise MiniGPTError(f"{name} is damaged: {self.path} cannot be resumed")
         now = json.loads(json.dumps(self.settings))  # as it would read
-        self.settings["fresh_seed"] = now["fresh_seed"] = begun.get("fresh_seed")
-        if begun.get("input") != now["input"]:
+        whole = isinstance(begun, dict) and begun.keys() == now.keys() and type(begun["fresh_seed"]) is int
+        if not whole or not 0 <= begun["fresh_seed"] < 2**64:
+            raise MiniGPTError(f"{name} is damaged: {self.path} cannot be resumed")
+        self.settings["fresh_seed"] = now["fresh_seed"] = begun["fresh_seed"]
+        if begun["input"] != now["input"]:
             raise MiniGPTError(f"{self.path} cannot be resumed: the input has changed since")
-        changed = [key for key in {**begun, **now} if begun.get(key) != now.get(key)]
+        changed = [key for key in now if begun[key] != now[key]]
         if changed:
-            what = ", ".join(f"{key} was {begun.get(key)!r}, now {now.get(key)!r}" for key in changed)
+            what = ", ".join(f"{key} was {begun[key]!r}, now {now[key]!r}" for key in changed)
             raise ValueError(f"{self.path} was begun with other settings ({what}): use those, or another --output")
 
     def _write_settings(self) -> None:
@@ -104,44 +107,43 @@ class Output:
             file.write(text)
         os.replace(f"{name}.new", name)  # whole or not at all
 
-    def _find_end(self) -> None:
-        """Count the whole records, and cut off the half one that a kill may have left."""
-        with open(self.path, "rb") as file:
-            for data in file:
-                if data.endswith(b"\n"):
-                    self.size += len(data)
-        os.ftruncate(self._file, self.size)
-        os.lseek(self._file, self.size, os.SEEK_SET)
-
     def remaining(self, lines: Iterable[Line]) -> Iterator[Line]:
         """The lines whose records are not all there, where `skip` says how many are; the others are counted in `done`.
 
-        Raises MiniGPTError, at the call, where the file holds something else than their records.
+        The half record that a kill may have left at the end of the file is cut off, once all else is known to be right.
+        Raises MiniGPTError, at the call, where the file holds something else than records of these lines.
         """
         rest = iter(lines)
-        if not self.size:
+        if self.path is None or not self._regular:
             return rest
         line: Line | None = None
         with open(self.path, "rb") as file:
             for number, data in enumerate(file, 1):
+                if not data.endswith(b"\n"):
+                    break
                 line = line or next(rest, None)
-                try:
-                    found = json.loads(data)
-                    matches = line and found["id"] == line.id and found.get("sample", line.skip) == line.skip
-                except (ValueError, KeyError, TypeError):
-                    matches = False
-                if line is None or not matches:
+                found = None if line is None else _record_of(line, data)
+                if line is None or found is None:
                     raise MiniGPTError(f"{self.path} cannot be resumed: its line {number} is not a record of this job")
                 self.count += 1
                 self.failed += "error" in found
                 line = replace(line, skip=line.skip + 1)
                 if line.skip == line.params.samples or ("error" in found and "sample" not in found):
                     line, self.done = None, self.done + 1
+        if self._tail != b'{"id":'[: len(self._tail)]:
+            raise MiniGPTError(f"{self.path} cannot be resumed: its end is not a record of this job")
+        os.ftruncate(self._file, self.size)
+        os.lseek(self._file, self.size, os.SEEK_SET)
         return chain([line] if line else [], rest)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Raises MiniGPTError if that is not possible; nothing of it is in the file then."""
-        data = memoryview(json.dumps(record).encode() + b"\n")
+        if self.path is not None:
+            self._append(memoryview(json.dumps(record).encode() + b"\n"))
+        self.count += 1
+        self.failed += "error" in record
+
+    def _append(self, data: memoryview) -> None:
         written = 0
         try:
             while written < len(data):
@@ -153,14 +155,37 @@ class Output:
                 self.size += written
             elif self._regular:
                 os.ftruncate(self._file, self.size)
-        self.count += 1
-        self.failed += "error" in record
 
     def _problem(self, error: OSError) -> MiniGPTError:
-        what = f"cannot write {error.filename or self.path}: {error.strerror}"
+        what = f"cannot write {(error.filename or self.path)!r}: {error.strerror}"
         done = f"; its {self.count} records are whole, and --resume goes on after them" if self.count else ""
         return MiniGPTError(what + done)
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        if self.path is not None:
+            os.close(self._file)
+
+
+def _whole_lines(path: str) -> tuple[int, bytes]:
+    """The size of a file's whole lines, and how what comes after them begins."""
+    size, tail = 0, b""
+    with open(path, "rb") as file:
+        for data in file:
+            if data.endswith(b"\n"):
+                size += len(data)
+            else:
+                tail = data[:6]
+    return size, tail
+
+
+def _record_of(line: Line, data: bytes) -> dict[str, Any] | None:
+    """The record that `data` holds, if it is that of the line's next sample, or an error of the line."""
+    try:
+        found: dict[str, Any] = json.loads(data)
+        failed = "error" in found
+        sample = found.get("sample", line.skip) if failed else found["sample"]
+        matches = found["id"] == line.id and sample == line.skip and (not failed or found["line"] == line.number)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return found if matches else None

@@ -4,8 +4,8 @@
     python scripts/lm_eval_minigpt.py --model_args pretrained=gpt2 --tasks lambada_openai,wikitext
 
 All options are the harness's own (`--help`); --model is minigpt unless given. model_args: pretrained (what minigpt's -m
-takes), device, dtype, revision, offline. Encoding, windows and truncation are those of the harness's `hf` model, so the
-scores are too.
+takes), device, dtype, revision, offline, and seed for tasks that sample (0 unless given). Encoding, windows and
+truncation are those of the harness's `hf` model, so the scores are too.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
         offline: bool = False,
         max_batch_size: int | None = None,
         max_gen_toks: int = 256,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.lm = minigpt.load(pretrained, device=device or "auto", dtype=dtype, revision=revision, offline=offline)
@@ -49,7 +50,7 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
             raise TokenizerError(f"{pretrained} has no tokenizer, and the harness gives texts")
         self.batch_size = 8 if str(batch_size).startswith("auto") else int(batch_size)
         self.max_length = self.lm.config.n_positions
-        self.max_gen_toks = int(max_gen_toks)
+        self.max_gen_toks, self.seed = int(max_gen_toks), int(seed)
 
     @property
     def eot_token_id(self) -> int:
@@ -71,6 +72,9 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """(context, continuation) ids -> the continuation's log-probability, and whether greedy decoding gives it."""
+        longest = max((len(wanted) for _, _, wanted in requests), default=0)
+        if longest > self.max_length:
+            raise ValueError(f"a continuation has {longest} tokens, but the context is {self.max_length}")
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         order = sorted(range(len(requests)), key=lambda at: -len(requests[at][1]) - len(requests[at][2]))
         for start in tqdm(range(0, len(order), self.batch_size), desc="loglikelihood", disable=disable_tqdm):
@@ -122,7 +126,8 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
             if unknown := set(wanted) - set(OPTIONS):
                 raise ValueError(f"generation option {sorted(unknown)[0]!r} is not supported")
             prompts.append(self.tok_encode(context)[-(self.max_length - n_new) :])
-            params.append(SamplingParams(max_new_tokens=n_new, temperature=temperature, stop=stop, **wanted))
+            seed = self.seed if temperature > 0 else None
+            params.append(SamplingParams(max_new_tokens=n_new, temperature=temperature, stop=stop, seed=seed, **wanted))
         completions = self.lm.generate_many(prompts, params, batch_size=self.batch_size)
         texts = []
         for request, done in zip(requests, tqdm(completions, total=len(prompts), disable=disable_tqdm), strict=True):

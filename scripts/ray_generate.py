@@ -4,8 +4,9 @@
     python scripts/ray_generate.py --input prompts.jsonl --output records.jsonl -m gpt2 --workers 16 [--address auto]
 
 Every worker is a process that loads the model once and takes blocks of lines. Ids, seeds, bad lines and their errors
-are those of the single process, because a line's record depends on that line, its number and the options alone. The
-records are written in the order of the lines. The driver holds the input in memory, a worker one block of it.
+are those of the single process, because a line's record depends on that line, its number and the options alone; the
+log-probabilities are, up to float32 rounding. The records are written in the order of the lines. The driver holds the
+input in memory, a worker one block of it.
 Decoding options are given as JSON: --params '{"temperature": 0.8, "max_new_tokens": 100, "seed": 1}'.
 """
 
@@ -14,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
 import ray
 
-from minigpt import MiniGPTError, SamplingParams
+from minigpt import MiniGPTError, SamplingParams, Tokenizer, checkpoint
+from minigpt.generation import find_device, find_dtype
 from minigpt.jobs import Job, records
 from minigpt.records import Line
 
@@ -63,14 +66,14 @@ def unpack(text: str) -> Line:
 
 def generate(args: argparse.Namespace) -> tuple[int, int]:
     """Run the job. Gives how many records there are, and how many of them are errors."""
-    settings = {"model": args.model, "revision": None, "dtype": args.dtype, "special": False}
+    settings = {"model": args.model, "revision": None, "dtype": args.dtype, "special": False, "device": args.device}
     job = Job(args.input, args.output, SamplingParams(**args.params), settings, resume=args.resume)
-    output = job.output
-    assert output is not None
-    try:
+    with closing(job.output) as output:
         lines = list(job.lines)
+        job.check_input()
         if not lines:
             return output.count, output.failed
+        check_model(args)
         # A Ray of its own gets a core more than the workers take: without one, Ray Data's own tasks would never run.
         here = {} if args.address else {"num_cpus": args.workers * args.threads + 1, "include_dashboard": False}
         ray.init(address=args.address, log_to_driver=False, logging_level="ERROR", **here)
@@ -93,8 +96,16 @@ def generate(args: argparse.Namespace) -> tuple[int, int]:
                     output.write(json.loads(record))
                 following += 1
         return output.count, output.failed
-    finally:
-        output.close()
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Raise MiniGPTError for what no worker could load, before Ray starts. A cluster's GPUs need not be here."""
+    if args.device == "cpu" or not args.address:
+        find_dtype(args.dtype, find_device(args.device))
+    folder = checkpoint.locate(args.model)
+    config = checkpoint.read_config(folder)
+    checkpoint.check(folder, config)
+    Tokenizer.from_folder(folder, config.vocab_size)
 
 
 def main() -> int:
@@ -107,7 +118,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes, each with its own model [2]")
     parser.add_argument("--threads", type=int, default=1, help="CPU cores per worker [1]")
     parser.add_argument("--batch-size", type=int, default=8, help="rows at a time in each worker [8]")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda: one GPU per worker [cpu]")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU per worker [cpu]")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--address", help="a running cluster's, or auto [a Ray of its own on this machine]")
     args = parser.parse_args()
@@ -118,6 +129,9 @@ def main() -> int:
         count, failed = generate(args)
         if failed:
             raise MiniGPTError(f"{failed} of {count} records are errors: see {args.output}")
+    except ray.exceptions.RayError as error:  # a worker's whole traceback, with what went wrong at its end
+        print("ray_generate: error:", (str(error).strip() or repr(error)).splitlines()[-1].strip(), file=sys.stderr)
+        return 1
     except (MiniGPTError, ValueError, TypeError) as error:
         print("ray_generate: error:", error, file=sys.stderr)
         return 1 if isinstance(error, MiniGPTError) else 2

@@ -763,8 +763,10 @@ def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None
     }
     if setting == "fp32_precision" and not hasattr(torch.backends.cuda.matmul, setting):
         pytest.skip("this torch does not have the setting")
-    code = "import torch, warnings; from minigpt.generation import _dtype; warnings.simplefilter('error')\n"
-    code += f"{lines[setting]}\ntry:\n    _dtype('float32', torch.device('cuda'))\nexcept UserWarning as w: print(w)"
+    code = "import torch, warnings; from minigpt.generation import find_dtype; warnings.simplefilter('error')\n"
+    code += (
+        f"{lines[setting]}\ntry:\n    find_dtype('float32', torch.device('cuda'))\nexcept UserWarning as w: print(w)"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.startswith("" if setting == "none" else "TF32 is enabled")
     assert bool(run.stdout) == (setting != "none")

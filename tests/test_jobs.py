@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import gpt2_folder
 
 import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, SamplingParams, Tokenizer
@@ -27,10 +28,7 @@ from minigpt.records import Output
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with GPT-2's vocabulary, in the official layout."""
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    minigpt.save(GPT2(GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=64, initializer_range=0.5)), path)
-    return path
+    return gpt2_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
@@ -212,8 +210,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--input", "/nowhere/in.jsonl"], 1, "cannot read /nowhere/in.jsonl: No such file or directory"),
         (["--input", "/"], 1, "cannot read /: Is a directory"),
         (["--input", "/dev/null"], 1, "/dev/null is not a file"),
-        (["--output", "/nowhere/out.jsonl"], 1, "cannot write /nowhere/out.jsonl: No such file or directory"),
-        (["--output", "/"], 1, "cannot write /: Is a directory"),
+        (["--output", "/nowhere/out.jsonl"], 1, "cannot write '/nowhere/out.jsonl': No such file or directory"),
+        (["--output", "/"], 1, "cannot write '/': Is a directory"),
     ],
 )
 def test_bad_options_are_one_clear_line(job: Any, options: list[str], code: int, message: str) -> None:
@@ -243,6 +241,47 @@ def test_input_and_output_that_cannot_be_used(job: Any, tmp_path: Path, folder: 
         assert f"{options[0]} needs --input" in capsys.readouterr().err
     assert main(["generate", "--input", str(source), "--resume"]) == 2
     assert "--resume needs --output" in capsys.readouterr().err
+    for suffix in (".job", ".job.new"):  # where the settings of the output would go
+        named = tmp_path / f"q{suffix}"
+        named.write_text('{"prompt": "a"}')
+        assert call(named, tmp_path / "q", folder) == 2
+        assert f"q{suffix} is also the input" in capsys.readouterr().err
+        assert named.read_text() == '{"prompt": "a"}' and not (tmp_path / "q").exists()
+        named.unlink()
+
+
+@pytest.mark.parametrize("what", ["stop", "logit_bias", "suppress_tokens", "id", "prompt", "ids", "seed", "top_p"])
+def test_a_line_nested_too_deeply_is_one_error(what: str) -> None:
+    """Deep enough for json to read and repr to fail, and deeper."""
+    from minigpt.jobs import parse
+
+    for depth in (50, *range(700, 1001), 5000, 50_000):
+        nested = "[" * depth + "]" * depth
+        line = f'{{"{what}": {nested}}}' if what in ("prompt", "ids") else f'{{"prompt": "a", "{what}": {nested}}}'
+        found = parse(7, line.encode(), SamplingParams(), 0)
+        assert found.number == found.id == 7 and found.error
+
+
+def test_an_input_that_goes_away_or_changes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from minigpt.jobs import Job
+
+    source = tmp_path / "in.jsonl"
+    lm = minigpt.load(folder, device="cpu")
+    options = {"model": "m", "batch_size": 2, "special": False}
+    source.write_text('{"prompt": "a"}\n')
+    job = Job(str(source), None, SamplingParams(max_new_tokens=1), {}, resume=False)
+    source.unlink()
+    with pytest.raises(minigpt.MiniGPTError, match=r"cannot read .*in\.jsonl: No such file"):
+        list(job.records(lm, **options))
+    for changed in ('{"prompt": "b"}\n', '{"prompt": "a"}\n{"prompt": "b"}\n'):
+        source.write_text('{"prompt": "a"}\n')
+        job = Job(str(source), None, SamplingParams(max_new_tokens=1), {}, resume=False)
+        source.write_text(changed)
+        with pytest.raises(minigpt.MiniGPTError, match=r"in\.jsonl changed while it was read: start again"):
+            list(job.records(lm, **options))
+    with Progress(1, "lines") as bar:
+        bar.update(2, 2)
+    assert "[####################] 2/1 lines" in capsys.readouterr().err
 
 
 # Resume
@@ -297,17 +336,42 @@ def test_resume_refuses_other_settings_another_input_and_another_file(
     code, _, err = job([{"prompt": "a"}, {"prompt": "c"}], "-n", "3", "--resume")
     assert code == 1 and "cannot be resumed: the input has changed since" in err
     job([{"prompt": "a"}, {"prompt": "b"}], "-n", "3", "--resume")
-    for damaged in (whole + whole[:80] + b"\n", b"{}\n", b"\0\0\n", whole[whole.index(b"\n") + 1 :]):
+    foreign = [b"[" * 100_000 + b"\n", b'"error"\n', b'["error"]\n', b'{"id": 1, "error": "x"}\n']
+    foreign += [(tmp_path / "in.jsonl").read_bytes(), b'{"prompt": "a", "id": 1}\n']  # the input in the output's place
+    foreign += [whole.replace(b'"sample": 0', b'"sample": 1'), whole.replace(b'"id": 2', b'"id": 3')]
+    for damaged in (whole + whole[:80] + b"\n", b"{}\n", b"\0\0\n", whole[whole.index(b"\n") + 1 :], *foreign):
+        output.write_bytes(damaged)
+        assert call(tmp_path / "in.jsonl", output, folder, "-n", "3", "--resume") == 1
+        assert "is not a record of this job" in capsys.readouterr().err
+        assert output.read_bytes() == damaged
+    for damaged in (b"no newline", b"line one\nprecious", whole + b"precious", whole + b'{"ib"', b"\0"):
         output.write_bytes(damaged)
         assert call(tmp_path / "in.jsonl", output, folder, "-n", "3", "--resume") == 1
         assert "is not a record of this job" in capsys.readouterr().err
         assert output.read_bytes() == damaged
     output.write_bytes(whole)
-    Path(f"{output}.job").write_text("{")
-    assert "out.jsonl.job is damaged" in job(None, "-n", "3", "--resume")[2]
+    settings = json.loads(Path(f"{output}.job").read_text())
+    assert settings["device"] == "cpu"
+    odd = [{**settings, "fresh_seed": seed} for seed in ("x", None, True, 1.5, -1, 2**64)]
+    del settings["fresh_seed"]
+    for text in ("{", "{}", "[]", "7", "[" * 100_000, *map(json.dumps, [settings, *odd])):
+        Path(f"{output}.job").write_text(text)
+        err = job(None, "-n", "3", "--resume")[2]
+        assert "out.jsonl.job is damaged" in err and len(err.splitlines()) == 1
     Path(f"{output}.job").unlink()
     assert "which holds the settings of the job, is gone" in job(None, "-n", "3", "--resume")[2]
     assert output.read_bytes() == whole
+
+
+def test_resume_without_records_starts_afresh_whatever_settings_lie_there(job: Any, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    assert job([{"prompt": "a"}], "-n", "3")[0] == 0
+    output.unlink()
+    assert job(None, "-n", "2", "--resume")[0] == 0 and len(json.loads(output.read_text())["ids"]) == 2
+    output.write_bytes(b"")
+    Path(f"{output}.job").write_text("{")
+    assert job([{"prompt": "b"}], "-n", "1", "--resume")[0] == 0
+    assert json.loads(Path(f"{output}.job").read_text())["max_new_tokens"] == 1
 
 
 def child(work: Callable[[], int]) -> int:
@@ -400,8 +464,8 @@ def test_a_full_disk_is_one_clear_line_and_the_job_can_go_on(folder: Path, tmp_p
     assert 0 < target.stat().st_size <= 3000 and target.read_bytes().endswith(b"\n")
     last = limited.stderr.splitlines()[-1]
     assert last == (
-        f"minigpt: error: cannot write {target}: File too large; its {count} records are whole, and --resume goes on "
-        "after them"
+        f"minigpt: error: cannot write {str(target)!r}: File too large; its {count} records are whole, "
+        "and --resume goes on after them"
     )
     call(source, whole, folder, *SAMPLED)
     call(source, target, folder, *SAMPLED, "--resume")
@@ -413,7 +477,7 @@ def test_dev_full(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         pytest.skip("no /dev/full")
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     assert call(tmp_path / "in.jsonl", Path("/dev/full"), folder) == 1
-    assert capsys.readouterr().err.endswith("minigpt: error: cannot write /dev/full: No space left on device\n")
+    assert capsys.readouterr().err.endswith("minigpt: error: cannot write '/dev/full': No space left on device\n")
 
 
 def test_a_signal_between_two_writes_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT
+from tiny import gpt2_folder
 
-import minigpt
-from minigpt import GPT2, GPT2Config
 from minigpt.cli import main
 
 pytest.importorskip("ray", reason='needs pip install -e ".[ray]"')
@@ -21,10 +19,7 @@ pytest.importorskip("ray", reason='needs pip install -e ".[ray]"')
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    minigpt.save(GPT2(GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=64, initializer_range=0.5)), path)
-    return path
+    return gpt2_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def ray(*args: str) -> subprocess.CompletedProcess[str]:
@@ -71,7 +66,29 @@ def test_bad_input_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
         (["--input", str(source), "--output", str(there)], 1, "is there already"),
         (["--input", str(source), "--output", "x", "--workers", "0"], 2, "--workers must be at least 1, not 0"),
         (["--input", str(source), "--output", "x", "--params", '{"top_p": 2}'], 2, "top_p must be"),
+        (["--input", str(source), "--output", "x", "--device", "tpu"], 2, "invalid choice: 'tpu'"),
     ]:
         done = ray("-m", str(folder), *options)
         assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert there.read_text() == "precious\n"
+
+
+def test_a_model_that_cannot_be_loaded_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
+    source, broken = tmp_path / "in.jsonl", tmp_path / "broken"
+    source.write_text('{"prompt": "a"}\n')
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    no_text = gpt2_folder(tmp_path / "no_text")
+    for name in ("vocab.json", "merges.txt"):
+        (no_text / name).write_text("{")
+    args = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
+    for options in (
+        ["-m", str(tmp_path / "nowhere")],
+        ["-m", str(broken)],
+        ["-m", str(no_text)],
+        ["-m", str(folder), "--dtype", "float16"],
+    ):
+        done = ray(*args, *options)
+        assert done.returncode == 1 and done.stderr.startswith("ray_generate: error: "), done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        (tmp_path / "out.jsonl.job").unlink()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import from_hf, hf_model
 from transformers import GPT2LMHeadModel
 
-from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, Tokenizer, TokenizerError
+from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, Tokenizer, TokenizerError, save
+from minigpt.cli import main
 
 
 @torch.no_grad()
@@ -22,7 +25,7 @@ def test_logprobs_equal_transformers() -> None:
     score = lm.score(ids)
     assert score.ids == ids and len(score.logprobs) == 31
     for at, logprob in enumerate(score.logprobs):
-        assert abs(logprob - expected[at, ids[at + 1]]) < 1e-4  # of up to 40; measured: 1e-5
+        assert abs(logprob - expected[at, ids[at + 1]]) < 1e-4  # of up to 12; measured: 2e-6
     loss = reference(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item()
     assert abs(score.mean + loss) < 1e-4
     assert math.isclose(score.total, sum(score.logprobs), abs_tol=1e-9)
@@ -84,7 +87,7 @@ def test_perplexity_is_that_of_the_published_procedure_and_the_mean_is_exact(str
     score = lm.score(ids[0].tolist(), stride=stride)
     page = published_perplexity(reference, ids, stride, 32, exact=False)
     exact = published_perplexity(reference, ids, stride, 32, exact=True)
-    assert abs(score.perplexity - page) < 1e-4  # measured: 2e-6
+    assert abs(score.perplexity - page) < 1e-4  # measured: 2e-5
     assert abs(math.exp(-score.mean) - exact) < 1e-4
     if length == 1000 and stride == 7:
         assert abs(page - exact) > 1e-2  # the two differ, and each figure is the right one
@@ -97,11 +100,12 @@ def test_windows_go_through_the_model_together(monkeypatch: pytest.MonkeyPatch) 
     hidden = lm.model.hidden
     monkeypatch.setattr(lm.model, "hidden", lambda ids, **more: shapes.append(tuple(ids.shape)) or hidden(ids, **more))
     together = lm.score(ids, stride=16)
-    assert shapes == [(30, 31), (1, 19)] or shapes[0][0] > 8, shapes
+    assert shapes == [(30, 31), (1, 19)]
     monkeypatch.setattr("minigpt.scoring._TOKENS", 1)
     alone = lm.score(ids, stride=16)
     assert shapes[-1][0] == 1 and len(alone.logprobs) == len(together.logprobs) == 499
-    assert max(abs(a - b) for a, b in zip(together.logprobs, alone.logprobs, strict=True)) < 1e-4  # measured: 8e-6
+    worst = max(abs(a - b) for a, b in zip(together.logprobs, alone.logprobs, strict=True))
+    assert worst < 1e-4  # measured: 0, on one thread
 
 
 def test_long_texts_have_the_same_ids_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +152,14 @@ def test_bad_input() -> None:
         lm.score([64])
     with pytest.raises(TokenizerError, match="no tokenizer"):
         lm.score("text")
+
+
+def test_json_has_no_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = GPT2(GPT2Config(n_embd=8, n_head=1, n_layer=1, n_positions=16))
+    model.ln_f.weight.data *= 1e6  # so sure of the wrong token that the perplexity overflows
+    save(model, tmp_path / "sure")
+    args = ["score", "--offline", "-m", str(tmp_path / "sure"), "--device", "cpu", "--ids", "--json"]
+    assert main([*args, "3 5 8"]) == 0
+    out = capsys.readouterr().out
+    assert "Infinity" not in out and "NaN" not in out
+    assert json.loads(out)["perplexity"] is None and json.loads(out)["mean"] < -700

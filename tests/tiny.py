@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from minigpt import GPT2
+from minigpt import GPT2, save
 from minigpt import GPT2Config as Config
 
 TINY = {
@@ -52,3 +52,10 @@ def from_hf(reference: GPT2LMHeadModel) -> GPT2:
             conv1d = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
             parameter.copy_(weight.t() if conv1d else weight)
     return model
+
+
+def gpt2_folder(path: Path) -> Path:
+    """A small random model with GPT-2's vocabulary, in the official layout; gives the folder back."""
+    torch.manual_seed(0)
+    save(GPT2(Config(n_embd=16, n_head=2, n_layer=2, n_positions=64, initializer_range=0.5)), path)
+    return path
