@@ -270,6 +270,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError if it cannot be read, or is something else."""
     try:
         data = json.loads(path.read_bytes())
     except OSError as error:

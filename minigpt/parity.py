@@ -20,7 +20,7 @@ from torch import Tensor
 from minigpt import checkpoint
 from minigpt.config import SamplingParams
 from minigpt.errors import PromptError
-from minigpt.generation import LanguageModel, _device, _dtype, load
+from minigpt.generation import LanguageModel, find_device, find_dtype, load
 from minigpt.hub import ALIASES
 from minigpt.model import Record
 from minigpt.published import Check, check_published, check_tokenizer, error, identify, read, spread
@@ -66,7 +66,7 @@ def run(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # load will give them
         for dtype in dtypes:
-            _dtype(dtype, _device(device))
+            find_dtype(dtype, find_device(device))
     folder = checkpoint.locate(model, revision=revision, offline=offline, progress=progress)
     data = read()
     alias = str(model) if model in ALIASES and revision is None else None
