@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,18 +17,7 @@ from torch import Tensor
 from minigpt import scoring
 from minigpt.config import GPT2Config
 from minigpt.errors import CheckpointError, PromptError
-from minigpt.model import GPT2, Record
-
-
-@contextmanager
-def _looking(model: GPT2) -> Iterator[None]:
-    """No dropout, no gradients, no autocast, whatever the host program is in the middle of; the model stays in eval.
-
-    Not inference mode: the caller may go on computing with what comes out.
-    """
-    model.eval()
-    with torch.no_grad(), torch.autocast(model.wte.weight.device.type, enabled=False):
-        yield
+from minigpt.model import GPT2, Record, undisturbed
 
 
 def patterns(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]] = ()) -> Tensor:
@@ -46,7 +34,7 @@ def patterns(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]
     _check_length(model, ids)
     record = Record()
     L, H, T = model.config.n_layer, model.config.n_head, len(ids)
-    with _looking(model):
+    with undisturbed(model):
         model.hidden(torch.tensor([list(ids)], device=model.wte.weight.device), record=record, ablate=ablate)
         weights = torch.empty(L, H, T, T)
         for layer in reversed(range(L)):
@@ -147,7 +135,7 @@ def ablation_losses(
     _check_length(model, ids)
 
     def loss(*without: tuple[int, int]) -> float:
-        with _looking(model):  # not around the loop: between two heads the caller's own settings hold
+        with undisturbed(model):  # not around the loop: between two heads the caller's own settings hold
             _, logprobs = scoring.log_probabilities(model, list(ids), ablate=[*ablate, *without])
         return -sum(logprobs) / len(logprobs)
 
@@ -178,7 +166,7 @@ def lens(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]] = 
         raise PromptError("the text is empty: the lens needs at least one token")
     _check_length(model, ids)
     record = Record(weights=False)
-    with _looking(model):
+    with undisturbed(model):
         model.hidden(torch.tensor([list(ids)], device=model.wte.weight.device), record=record, ablate=ablate)
         residuals = torch.cat(record.residuals)  # (L+1, T, E)
         logits = model.head(model.ln_f(residuals[:, -1]))

@@ -185,10 +185,11 @@ def _run_job(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is for one prompt, not for --input")
     if args.resume and args.output is None:
         raise ValueError("--resume needs --output")
-    batch_size = 8 if args.batch_size is None else integer("--batch-size", args.batch_size, 1, 4096)
+    if args.batch_size is not None:
+        integer("--batch-size", args.batch_size, 1, 4096)
     params = _params(args)
 
-    from minigpt.generation import find_device
+    from minigpt.generation import BATCH_SIZE, find_device
 
     settings = {"model": args.model, "revision": args.revision, "dtype": args.dtype, "special": args.special}
     settings["device"] = find_device(args.device).type  # it decides what sampling draws
@@ -197,7 +198,9 @@ def _run_job(args: argparse.Namespace) -> None:
         lm = _load(args)
         started = time.perf_counter()
         with _on_signal(_raise_stopped), Progress(job.total, "lines", output.done) as progress:
-            for record in job.records(lm, model=args.model, batch_size=batch_size, special=args.special):
+            for record in job.records(
+                lm, model=args.model, batch_size=args.batch_size or BATCH_SIZE, special=args.special
+            ):
                 if args.output is None:
                     _print_json(record)
                 progress.update(output.done, job.tokens)

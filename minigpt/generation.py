@@ -12,7 +12,6 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from minigpt import attention, checkpoint, scoring
 from minigpt.cache import KVCache
 from minigpt.config import GPT2Config, SamplingParams, integer
 from minigpt.errors import DeviceError, MiniGPTError, PromptError
-from minigpt.model import GPT2
+from minigpt.model import GPT2, undisturbed
 from minigpt.scoring import Score
 from minigpt.sequence import Completion, Failure, Prompt, Request, Row, Step, Task, encode, is_one_prompt
 from minigpt.tokenizer import Tokenizer
@@ -95,14 +94,6 @@ def _tf32_enabled() -> bool:
     matmul = torch.backends.cuda.matmul
     precision = getattr(matmul, "fp32_precision", None)  # newer torch refuses the older flag once this one was set
     return bool(matmul.allow_tf32) if precision in (None, "none") else precision == "tf32"
-
-
-@contextmanager
-def _inference(model: GPT2) -> Iterator[None]:
-    """Inference, whatever the host program is in the middle of: training mode, autocast, gradients."""
-    model.eval()
-    with torch.inference_mode(), torch.autocast(model.wte.weight.device.type, enabled=False):
-        yield
 
 
 BATCH_SIZE = 8
@@ -251,7 +242,7 @@ class LanguageModel:
         if len(ids) > size and stride is None:
             raise PromptError(f"the text has {len(ids)} tokens, but the model's context is {size}: give a stride")
         heads = self._heads(ablate)
-        with _inference(self.model):
+        with undisturbed(self.model), torch.inference_mode():
             return scoring.evaluate(self.model, self.tokenizer, ids, stride, heads)
 
     def attention(self, text: Prompt, *, ablate: Iterable[str] = ()) -> Tensor:
@@ -348,14 +339,14 @@ class LanguageModel:
                     cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=self.dtype)
                     cache.lengths = []
                 cache.reserve(row.max_len)
-                with _inference(self.model):
+                with undisturbed(self.model), torch.inference_mode():
                     logits = self._admit(row, active, cache, heads)
                 active.append(row)
                 yield row, row.accept(logits)
                 self._drop_finished(active, cache)
             if not active or cache is None:
                 return
-            with _inference(self.model):
+            with undisturbed(self.model), torch.inference_mode():
                 logits = self._decode(active, cache, heads)
             for index, row in enumerate(active):
                 yield row, row.accept(logits[index])

@@ -8,7 +8,8 @@ transposed, (in, out). The cache of earlier tokens' keys and values is in cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -310,3 +311,14 @@ class GPT2(nn.Module):
         """Token ids [B,T] -> logits [B,T,V]; with `last_only`, of the last position alone, [B,1,V]."""
         hidden = self.hidden(ids, cache)
         return self.head(hidden[:, -1:] if last_only else hidden)
+
+
+@contextmanager
+def undisturbed(model: GPT2) -> Iterator[None]:
+    """No dropout, no gradients, no autocast, whatever the host program is in the middle of; the model stays in eval.
+
+    Not inference mode, which generation adds: what comes out of here may be computed with further.
+    """
+    model.eval()
+    with torch.no_grad(), torch.autocast(model.wte.weight.device.type, enabled=False):
+        yield
