@@ -8,6 +8,7 @@ one CheckpointError that names the file. Where the folder comes from (a path, an
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import json
 import math
@@ -30,6 +31,7 @@ from minigpt.errors import CheckpointError
 from minigpt.hub import INDEX, PICKLES, WEIGHTS, read_json
 from minigpt.hub import locate as locate  # exported again: whoever loads a checkpoint needs it too
 from minigpt.hub import weight_files as weight_files
+from minigpt.linear import Linear, Packed
 from minigpt.model import GPT2
 
 # How weights are stored: any float format; the names may carry the prefixes of wrappers; older files hold causal masks.
@@ -185,28 +187,53 @@ def check(folder: Path, config: GPT2Config) -> dict[str, _Stored]:
     return tensors
 
 
-def load_model(folder: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> GPT2:
+def load_model(
+    folder: Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    products: torch.dtype = torch.float32,
+) -> GPT2:
     """The model in `folder`, in eval mode, without gradients, in `dtype` on `device` whatever format is stored.
 
+    products: the format in which a CPU keeps the weights for matrix products (linear.py), where `dtype` is float32.
     Tied or not is what config.json says, but a head that is stored and differs from wte is used, as transformers does.
     Raises CheckpointError.
     """
     config = read_config(folder)
     tensors = check(folder, config)
     try:
+        mappings = {path: _Mapping(path) for path in {item.file for item in tensors.values()}}
         if config.tie_word_embeddings and "lm_head.weight" in tensors:
-            head, wte = tensors["lm_head.weight"], tensors["wte.weight"]
-            if head.dtype == wte.dtype and torch.equal(_map(head), _map(wte)):
+            head, wte = (mappings[item.file].tensor(item) for item in (tensors["lm_head.weight"], tensors["wte.weight"]))
+            if head.dtype == wte.dtype and torch.equal(head, wte):
                 del tensors["lm_head.weight"]
             else:
                 config = replace(config, tie_word_embeddings=False)
-        state = {name: _read(name, item, device, dtype) for name, item in tensors.items()}
+        with torch.inference_mode(False):  # weights that may be changed, and whose changes are counted
+            state = {name: mappings[item.file].read(name, item, device, dtype) for name, item in tensors.items()}
+        for mapping in mappings.values():
+            mapping.release()
+        model = empty_model(config)
+        model.load_state_dict(state, assign=True)
+        if torch.device(device).type == "cpu" and dtype == torch.float32:
+            _choose_products(model, tensors, products)
     except OSError as error:
         raise CheckpointError(f"{folder}: the weights cannot be read: {error.strerror or error}") from error
-    model = empty_model(config)
-    model.load_state_dict(state, assign=True)
     model.make_masks(device)
     return model.requires_grad_(False).eval()
+
+
+def _choose_products(model: GPT2, tensors: dict[str, _Stored], products: torch.dtype) -> None:
+    """Have each matrix packed at its first use, from a mapping of its own whose pages are given back then."""
+    mappings = {path: _Mapping(path) for path in {item.file for item in tensors.values()}}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear) or (layer is model.wte and model.config.tie_word_embeddings):
+            item = tensors[f"{name}.weight"]
+            if item.dtype == "F32":
+                layer.packed = mappings[item.file].packed(products, f"{name}.weight", item, layer.weight)
+            elif products != torch.float32:  # (a second float32 copy beside that of another format costs too much)
+                layer.packed = Packed(products, layer.weight)
 
 
 def empty_model(config: GPT2Config) -> GPT2:
@@ -224,25 +251,46 @@ def empty_model(config: GPT2Config) -> GPT2:
         return GPT2(config)
 
 
-def _map(item: _Stored) -> Tensor:
-    """The tensor as it lies in the file: memory that the system fills from the file when it is first read.
+class _Mapping:
+    """A weight file as memory, which the system fills from the file when it is first read, page by page.
 
-    Writes to it are private to this process. The file may be deleted meanwhile, but not be changed in place.
+    Writes to it are private to this process. The file may be deleted meanwhile, but not be changed in place. The official
+    files are not aligned to 4 bytes; measured on x86, that costs nothing.
     """
-    # Each tensor has its own mapping, which ends with it: one of the whole file would keep all that was read resident.
-    first = item.start - item.start % mmap.ALLOCATIONGRANULARITY
-    with open(item.file, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), item.end - first, access=mmap.ACCESS_COPY, offset=first)
-    count = math.prod(item.shape)
-    return torch.frombuffer(mapped, dtype=_DTYPES[item.dtype], count=count, offset=item.start - first).view(item.shape)
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def tensor(self, item: _Stored) -> Tensor:
+        """The tensor as it lies in the file. It keeps the mapping alive."""
+        count = math.prod(item.shape)
+        return torch.frombuffer(self.memory, dtype=_DTYPES[item.dtype], count=count, offset=item.start).view(item.shape)
+
+    def read(self, name: str, item: _Stored, device: str | torch.device, dtype: torch.dtype) -> Tensor:
+        """The tensor as the model wants it. In the stored dtype on the CPU, that is the file itself, nothing copied."""
+        stored = self.tensor(item)
+        # Vectors are copied: reading one from the file would keep megabytes of what lies around it in memory.
+        tensor = stored.to(device, dtype, copy=stored.dim() == 1)
+        if tensor is not stored:
+            self.release(item)
+        return _turned(name, tensor)
+
+    def packed(self, dtype: torch.dtype, name: str, item: _Stored, weight: Tensor) -> Packed:
+        """`weight`, which is this tensor, to be packed from here."""
+        return Packed(dtype, weight, _turned(name, self.tensor(item)), functools.partial(self.release, item))
+
+    def release(self, item: _Stored | None = None) -> None:
+        """Give back the memory of a tensor, or of all, that nobody wrote to: the file still has it."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start, end = (item.start - item.start % mmap.PAGESIZE, item.end) if item else (0, len(self.memory))
+            self.memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+        # Packing leaves gaps in the heap, a quarter of the weights in all, which glibc gives back only when asked to.
+        if trim := getattr(ctypes.pythonapi, "malloc_trim", None):
+            trim(0)
 
 
-def _read(name: str, item: _Stored, device: str | torch.device, dtype: torch.dtype) -> Tensor:
-    """The tensor as the model wants it. In the stored dtype on the CPU, that is the file itself, nothing copied.
-
-    The official files are not aligned to 4 bytes; measured on x86, that costs nothing.
-    """
-    tensor = _map(item).to(device, dtype)
+def _turned(name: str, tensor: Tensor) -> Tensor:
     return tensor.t() if name.endswith(_TRANSPOSED) else tensor
 
 

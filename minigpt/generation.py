@@ -41,7 +41,8 @@ def load(
 
     model: "demo", an alias (gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2), a folder, or a Hugging Face hub id.
     device: "auto" (CUDA if usable, else the CPU), "cpu", "cuda" or "cuda:N".
-    dtype: "float32"; on CUDA also "float16" and "bfloat16".
+    dtype: "float32"; on CUDA also "float16" and "bfloat16"; on a CPU also "float16" (the weights alone) and "int8" (the
+        weights, and each row of activations where it meets them): how weights are read, while parameters stay float32.
     revision: a branch, tag or commit on the hub.
     offline: never use the network, only what is already in the cache.
     progress: show download bars on stderr.
@@ -54,7 +55,8 @@ def load(
     folder = checkpoint.locate(model, revision=revision, offline=offline, progress=progress)
     config = checkpoint.read_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
-    network = checkpoint.load_model(folder, device=place, dtype=precision)
+    dtypes = {"products": precision} if place.type == "cpu" else {"dtype": precision}
+    network = checkpoint.load_model(folder, device=place, **dtypes)
     return LanguageModel(network, tokenizer, checkpoint.end_ids(folder, config))
 
 
@@ -77,9 +79,9 @@ def find_device(device: str | torch.device) -> torch.device:
 def find_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype meant, if `device` supports it; DeviceError naming the ones that it does otherwise."""
     name = str(dtype).removeprefix("torch.")
-    allowed = ("float32",) if device.type == "cpu" else ("float32", "float16", "bfloat16")
+    allowed = ("float32", "float16", "int8" if device.type == "cpu" else "bfloat16")
     if name not in allowed:
-        raise DeviceError(f"dtype {name!r} is not supported on {device.type}: use {' or '.join(allowed)}")
+        raise DeviceError(f"dtype {name!r} is not supported on {device.type}: use {', '.join(allowed[:-1])} or {allowed[-1]}")
     if device.type == "cuda" and name == "float32" and _tf32_enabled():
         warnings.warn(
             "TF32 is enabled (torch.backends.cuda.matmul.allow_tf32, .fp32_precision or set_float32_matmul_precision): "
@@ -134,8 +136,9 @@ class LanguageModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The format of the weights."""
-        return self.model.wte.weight.dtype
+        """The format of the weights in matrix products."""
+        packed = self.model.output.packed
+        return packed.dtype if packed else self.model.wte.weight.dtype
 
     def generate(
         self,
@@ -336,7 +339,7 @@ class LanguageModel:
                     yield row, None
                     continue
                 if cache is None:
-                    cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=self.dtype)
+                    cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=self.model.wpe.weight.dtype)
                     cache.lengths = []
                 cache.reserve(row.max_len)
                 with undisturbed(self.model), torch.inference_mode():

@@ -2,7 +2,8 @@
 
 Shapes: B batch, T new tokens, S cached + new tokens, E embed_dim, H heads, D head_dim, L blocks, V vocabulary.
 Module and parameter names are those of the Hugging Face checkpoints, whose c_attn, c_proj and c_fc weights are stored
-transposed, (in, out). The cache of earlier tokens' keys and values is in cache.py, and can be skipped at first.
+transposed, (in, out). Two files can be skipped at first: cache.py, the keys and values of earlier tokens, and linear.py,
+whose Linear and Embedding are torch.nn's but for their speed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from minigpt.cache import KVCache
 from minigpt.config import GPT2Config
 from minigpt.errors import PromptError
+from minigpt.linear import Embedding, Linear
 
 # GPT-2 was trained with the tanh approximation of GELU (https://arxiv.org/abs/1606.08415), which configs call gelu_new.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -75,8 +77,8 @@ class MultiHeadAttention(nn.Module):
         self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         self.upcast = upcast
         self.attention_dropout = attention_dropout
-        self.c_attn = nn.Linear(embed_dim, 3 * n_head * self.head_dim, bias=bias)  # W_Q, W_K and W_V side by side
-        self.c_proj = nn.Linear(n_head * self.head_dim, embed_dim, bias=bias)  # W_O
+        self.c_attn = Linear(embed_dim, 3 * n_head * self.head_dim, bias=bias)  # W_Q, W_K and W_V side by side
+        self.c_proj = Linear(n_head * self.head_dim, embed_dim, bias=bias)  # W_O
         self.output_dropout = nn.Dropout(output_dropout)
         self.register_buffer("mask", causal_mask(max_len), persistent=False)
 
@@ -158,8 +160,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.inner_dim)
-        self.c_proj = nn.Linear(config.inner_dim, config.n_embd)
+        self.c_fc = Linear(config.n_embd, config.inner_dim)
+        self.c_proj = Linear(config.inner_dim, config.n_embd)
         self.activation = ACTIVATIONS[config.activation_function]
         self.dropout = nn.Dropout(config.resid_pdrop)
 
@@ -228,13 +230,13 @@ class GPT2(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wte = Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.dropout = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.make_masks()
         self.reset_parameters()
 
@@ -303,9 +305,15 @@ class GPT2(nn.Module):
         out: Tensor = self.ln_f(x)
         return out
 
+    @property
+    def output(self) -> Embedding | Linear:
+        """The layer that the logits come from: the token embeddings, where the head is tied to them."""
+        return self.wte if self.config.tie_word_embeddings else self.lm_head
+
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [...,E] -> logits [...,V], with the token embeddings where the head is tied to them."""
-        return F.linear(hidden, self.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight)
+        logits: Tensor = self.wte.logits(hidden) if self.config.tie_word_embeddings else self.lm_head(hidden)
+        return logits
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, *, last_only: bool = False) -> Tensor:
         """Token ids [B,T] -> logits [B,T,V]; with `last_only`, of the last position alone, [B,1,V]."""
@@ -319,6 +327,7 @@ def undisturbed(model: GPT2) -> Iterator[None]:
 
     Not inference mode, which generation adds: what comes out of here may be computed with further.
     """
-    model.eval()
+    if model.training:  # setting it takes as long as a tenth of a token
+        model.eval()
     with torch.no_grad(), torch.autocast(model.wte.weight.device.type, enabled=False):
         yield
