@@ -45,7 +45,8 @@ class KVCache:
     @property
     def start(self) -> int | None:
         """The length that all rows share, or None where they differ."""
-        return self.lengths[0] if len(set(self.lengths)) == 1 else None
+        first = self.lengths[0]
+        return first if self.lengths.count(first) == len(self.lengths) else None
 
     def positions(self, n_new: int) -> Tensor:
         """Positions of the next `n_new` tokens of each row, [B,T]."""
@@ -57,19 +58,19 @@ class KVCache:
 
         The lengths move only in `advance`, once every block has written. Raises PromptError where a row would overflow.
         """
-        rows, n_new = len(self.lengths), k.shape[2]
+        rows, n_new, start = len(self.lengths), k.shape[2], self.start
         stop = max(self.lengths) + n_new
         if stop > self.max_len:
             raise PromptError(f"{stop} tokens do not fit a cache made for {self.max_len}")
-        keys, values = self.keys[layer, :rows], self.values[layer, :rows]
-        if self.start is not None:
-            keys[:, :, self.start : stop] = k
-            values[:, :, self.start : stop] = v
+        keys, values = self.keys[layer, :rows, :, :stop], self.values[layer, :rows, :, :stop]
+        if start is not None:
+            keys[:, :, start:] = k
+            values[:, :, start:] = v
         else:
             row, position = torch.arange(rows, device=k.device)[:, None], self.positions(n_new)
             keys[row, :, position] = k.transpose(1, 2)  # indexed so, the target is [B,T,H,D]
             values[row, :, position] = v.transpose(1, 2)
-        return keys[:, :, :stop], values[:, :, :stop]
+        return keys, values
 
     def advance(self, n_new: int) -> None:
         """Count `n_new` more tokens in every row."""

@@ -205,7 +205,8 @@ def load_model(
     try:
         mappings = {path: _Mapping(path) for path in {item.file for item in tensors.values()}}
         if config.tie_word_embeddings and "lm_head.weight" in tensors:
-            head, wte = (mappings[item.file].tensor(item) for item in (tensors["lm_head.weight"], tensors["wte.weight"]))
+            pair = (tensors["lm_head.weight"], tensors["wte.weight"])
+            head, wte = (mappings[item.file].tensor(item) for item in pair)
             if head.dtype == wte.dtype and torch.equal(head, wte):
                 del tensors["lm_head.weight"]
             else:
@@ -254,8 +255,8 @@ def empty_model(config: GPT2Config) -> GPT2:
 class _Mapping:
     """A weight file as memory, which the system fills from the file when it is first read, page by page.
 
-    Writes to it are private to this process. The file may be deleted meanwhile, but not be changed in place. The official
-    files are not aligned to 4 bytes; measured on x86, that costs nothing.
+    Writes to it are private to this process. The file may be deleted meanwhile, but not be changed in place. The
+    official files are not aligned to 4 bytes; measured on x86, that costs nothing.
     """
 
     def __init__(self, path: Path) -> None:

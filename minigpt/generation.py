@@ -81,7 +81,8 @@ def find_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     name = str(dtype).removeprefix("torch.")
     allowed = ("float32", "float16", "int8" if device.type == "cpu" else "bfloat16")
     if name not in allowed:
-        raise DeviceError(f"dtype {name!r} is not supported on {device.type}: use {', '.join(allowed[:-1])} or {allowed[-1]}")
+        known = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise DeviceError(f"dtype {name!r} is not supported on {device.type}: use {known}")
     if device.type == "cuda" and name == "float32" and _tf32_enabled():
         warnings.warn(
             "TF32 is enabled (torch.backends.cuda.matmul.allow_tf32, .fp32_precision or set_float32_matmul_precision): "
@@ -339,7 +340,8 @@ class LanguageModel:
                     yield row, None
                     continue
                 if cache is None:
-                    cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=self.model.wpe.weight.dtype)
+                    dtype = self.model.wpe.weight.dtype  # of the activations: self.dtype is that of the matrices
+                    cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=dtype)
                     cache.lengths = []
                 cache.reserve(row.max_len)
                 with undisturbed(self.model), torch.inference_mode():

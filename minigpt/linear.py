@@ -8,11 +8,11 @@ On the CPU, checkpoint.py gives each weight a `Packed`: a copy in one of these f
 
     float32   oneDNN's order. The copy stands in for the mapped file, whose pages are given back: memory does not grow.
     float16   half the bytes; FBGEMM widens each weight as it reads it; activations and sums are float32.
-    int8      a quarter; a scale for each output and, found as it comes, for each row of the input: rows stay independent.
+    int8      a quarter; a scale for each output and, found as it comes, for each row of input, which stay independent.
 
-The parameters themselves stay what the checkpoint says, in float32, to be looked at, saved and changed: a change is seen
-(but for one through `.data`), and the weight is packed again. PyTorch does not promise these operators. Each is tried
-once; where one is missing or wrong, a slower way gives the same numbers.
+The parameters themselves stay what the checkpoint says, in float32, to be looked at, saved and changed: a change is
+seen (but for one through `.data`), and the weight is packed again. PyTorch does not promise these operators. Each is
+tried once; where one is missing or wrong, a slower way gives the same numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | No
 
 
 class Product:
-    """A weight [out,in] in some format. Called with x [...,in] (not [in] alone) and a bias [out] or None: x W^T + b, [...,out]."""
+    """A weight [out,in] in some format. Called with x [...,in], of two dimensions or more, and a bias [out] or None."""
 
     name = "PyTorch"  # for -v
 
