@@ -60,7 +60,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | No
     learns = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
     if learns or not (x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu):
         return F.linear(x, weight, bias)
-    product = packed.of(weight) if packed else _chosen(Unpacked, Plain)(weight)
+    product = packed.of(weight) if packed else chosen(IN_PLACE)(weight)
     return product(x, bias) if x.dim() > 1 else product(x[None], bias)[0]
 
 
@@ -98,10 +98,11 @@ class Unpacked(Product):
         bias = None if bias is None else bias.contiguous()  # it takes another for contiguous
         rows = x.numel() // x.shape[-1]
         if rows == self._size(rows):
-            return multiply(x, self.weight, bias, "none", [], "")
+            whole: Tensor = multiply(x, self.weight, bias, "none", [], "")
+            return whole
         out = x.new_empty(*x.shape[:-1], self.weight.shape[0])
-        parts = zip(x.reshape(rows, -1).split(self.most), out.view(rows, -1).split(self.most), strict=True)
-        for part, result in parts:
+        inputs, outputs = (torch.split(rows_of, self.most) for rows_of in (x.flatten(0, -2), out.flatten(0, -2)))
+        for part, result in zip(inputs, outputs, strict=True):
             padded = F.pad(part, (0, 0, 0, self._size(len(part)) - len(part)))
             result.copy_(multiply(padded, self.weight, bias, "none", [], "")[: len(part)])
         return out
@@ -199,6 +200,7 @@ class PlainInt8(Int8):
         return F.linear((x * self.levels).round(), self.weight.float()) * (self.scale / self.levels)
 
 
+IN_PLACE: tuple[type[Product], ...] = (Unpacked, Plain)  # of a weight that is not packed
 FORMATS: dict[torch.dtype, tuple[type[Product], ...]] = {  # the first that works here is used
     torch.float32: (Float32, Plain),
     torch.float16: (Float16, PlainFloat16),
@@ -206,12 +208,13 @@ FORMATS: dict[torch.dtype, tuple[type[Product], ...]] = {  # the first that work
 }
 
 
+def chosen(formats: tuple[type[Product], ...]) -> type[Product]:
+    """The first of them that works here."""
+    return next(product for product in formats if works(product))
+
+
 @functools.cache
-def _chosen(*products: type[Product]) -> type[Product]:
-    return next(product for product in products if works(product))
-
-
-def works(product: type[Product]) -> bool:
+def works(product: Callable[[Tensor], Product]) -> bool:
     """Whether this PyTorch has the operators of `product`, and this CPU computes the right numbers with them."""
     K, N = 64, 40
     weight = torch.arange(N * K, dtype=torch.float32, device="cpu").mul_(0.7).sin_().view(N, K)
@@ -257,7 +260,7 @@ class Packed:
 
     def _pack(self, weight: Tensor) -> Product:
         state, (known, stored, release) = _state(weight), self._stored or (None, None, None)
-        product = _chosen(*FORMATS[self.dtype])(stored if stored is not None and known == state else weight.detach())
+        product = chosen(FORMATS[self.dtype])(stored if stored is not None and known == state else weight.detach())
         # The weight is kept as well, so that no other can come to lie at its address.
         self._made, self._stored = (state, weight.detach(), product), None
         if release:
@@ -274,4 +277,4 @@ def describe(layer: Linear | Embedding) -> str:
     """How the layer's products are made, for -v."""
     if not layer.weight.is_cpu:
         return Plain.name
-    return (_chosen(*FORMATS[layer.packed.dtype]) if layer.packed else _chosen(Unpacked, Plain)).name
+    return (chosen(FORMATS[layer.packed.dtype]) if layer.packed else chosen(IN_PLACE)).name
