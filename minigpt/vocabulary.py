@@ -84,8 +84,10 @@ def gpt2_vocabulary() -> Vocabulary:
     return Vocabulary(tokens, range(len(tokens)), {END_OF_TEXT: len(tokens)})
 
 
-def read_vocabulary(folder: Path) -> tuple[Vocabulary, dict[str, Added]] | None:
-    """What vocab.json + merges.txt, else tokenizer.json, in `folder` hold, and its added tokens; None without them.
+def read_vocabulary(folder: Path, vocab_size: int) -> tuple[Vocabulary, dict[str, Added]] | None:
+    """What vocab.json + merges.txt, else tokenizer.json, in `folder` hold, and its added tokens.
+
+    Without them it is GPT-2's vocabulary if vocab_size allows, else None.
 
     Raises TokenizerError, naming the file and the cure, if it is damaged or is not GPT-2's kind of tokenizer.
     """
@@ -106,7 +108,7 @@ def read_vocabulary(folder: Path) -> tuple[Vocabulary, dict[str, Added]] | None:
         vocabulary = _build(pipeline_path, model.get("vocab"), pipeline_path, model.get("merges"))
     elif vocab_path.is_file() or merges_path.is_file():
         raise TokenizerError(f"{folder} has only one of vocab.json and merges.txt: copy the other one beside it")
-    elif pipeline_path.is_file():
+    elif pipeline_path.is_file() or (vocab_size >= 50257 and "GPT2" in str(config.get("tokenizer_class", "GPT2"))):
         vocabulary = gpt2_vocabulary()
     else:
         return None
