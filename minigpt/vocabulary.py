@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minigpt.errors import TokenizerError
+from minigpt.hub import cure
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -118,7 +119,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> tuple[Vocabulary, dict[str
         raise TokenizerError(f"{folder}: its added tokens are damaged ({error!r}): download it again") from None
     for token in vocabulary.others:
         if token not in added and _is_word(token):
-            raise TokenizerError(f"{merges_path} is incomplete, no merge makes {token!r}: download it again")
+            raise TokenizerError(f"{merges_path} is incomplete, no merge makes {token!r}: {cure(merges_path)}")
     return vocabulary, added
 
 
@@ -130,13 +131,13 @@ def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Voca
     come up in no other way. Training gives such lists, so any other is taken for damage.
     """
     if not isinstance(vocab, dict) or not vocab or any(type(id) is not int or id < 0 for id in vocab.values()):
-        raise TokenizerError(f"{vocab_path} is not a map from tokens to ids: download it again")
+        raise TokenizerError(f"{vocab_path} is not a map from tokens to ids: {cure(vocab_path)}")
     if len(set(vocab.values())) < len(vocab):
-        raise TokenizerError(f"{vocab_path} gives one id to two tokens: download it again")
+        raise TokenizerError(f"{vocab_path} gives one id to two tokens: {cure(vocab_path)}")
     try:
         lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     except TypeError:
-        raise TokenizerError(f"{merges_path} holds no list of merges: download it again") from None
+        raise TokenizerError(f"{merges_path} holds no list of merges: {cure(merges_path)}") from None
     saved = {"vocab.json": json.dumps(vocab), "merges.txt": "\n".join(["#version: 0.2", *lines, ""])}
     if all(_digest(text.encode()) == _OFFICIAL[name] for name, text in saved.items()):
         return gpt2_vocabulary()  # saved in another form: saves a second of checks
@@ -147,14 +148,14 @@ def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Voca
         where, parts = f"{merges_path}, merge {number}, {line!r}", line.split(" ")
         if len(parts) != 2 or any(part not in vocab for part in (*parts, "".join(parts))):
             raise TokenizerError(
-                f"{where}: not two tokens that make a third one: download it and {vocab_path.name} again"
+                f"{where}: not two tokens that make a third one: {cure(merges_path)}, and {vocab_path.name}"
             )
         try:
             left, right = map(_to_bytes, parts)
         except KeyError:
             raise TokenizerError(f"{where}: not in GPT-2's spelling of bytes, the only one supported") from None
         if _apply(ranks, left + right) != [left, right]:
-            raise TokenizerError(f"{where}: does not follow from the merges before it: download it again")
+            raise TokenizerError(f"{where}: does not follow from the merges before it: {cure(merges_path)}")
         ranks[left + right] = len(tokens)
         tokens.append(left + right)
         ids.append(others.pop("".join(parts)))
@@ -235,7 +236,7 @@ def _read_pipeline(path: Path) -> dict[str, Any]:
     for name, settings in _PIPELINE.items():
         part = pipeline.get(name) or {}
         if not isinstance(part, dict) or (name == "model" and not part):
-            raise TokenizerError(f"{path} is damaged, its {name} is {part!r}: download it again")
+            raise TokenizerError(f"{path} is damaged, its {name} is {part!r}: {cure(path)}")
         for setting, supported in settings.items():
             if part.get(setting) not in supported:
                 raise TokenizerError(f"{path}: {name} with {setting} = {part.get(setting)!r} is not supported")
@@ -249,9 +250,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not valid JSON ({error}): download it again") from None
+        raise TokenizerError(f"{path} is not valid JSON ({error}): {cure(path)}") from None
     if not isinstance(data, dict):
-        raise TokenizerError(f"{path} does not hold a JSON object: download it again")
+        raise TokenizerError(f"{path} does not hold a JSON object: {cure(path)}")
     return data
 
 
@@ -263,7 +264,7 @@ def _read(path: Path) -> str:
     try:
         return _read_bytes(path).decode()
     except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not UTF-8 ({error}): download it again") from None
+        raise TokenizerError(f"{path} is not UTF-8 ({error}): {cure(path)}") from None
 
 
 def _read_bytes(path: Path) -> bytes:
