@@ -599,7 +599,7 @@ def test_sample_j_uses_seed_plus_j_and_shares_the_prefill(lm: LanguageModel, mon
     assert [sample.ids for sample in samples] == alone
     assert prefills == [[3, 4, 5]]
     assert len({tuple(ids) for ids in alone}) == 5
-    greedy = lm.generate([3], samples=3, max_new_tokens=5)
+    greedy = lm.generate([3, 4, 5, 6], samples=3, max_new_tokens=5)
     assert len(greedy) == 3 and greedy[0] == greedy[1] == greedy[2]
 
 
