@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from minigpt.config import GPT2Config
 from minigpt.errors import CheckpointError
-from minigpt.hub import INDEX, PICKLES, WEIGHTS, read_json
+from minigpt.hub import INDEX, PICKLES, WEIGHTS, cure, read_json
 from minigpt.hub import locate as locate  # exported again: whoever loads a checkpoint needs it too
 from minigpt.hub import weight_files as weight_files
 from minigpt.linear import Linear, Packed
@@ -101,9 +101,7 @@ def _damage(path: Path, error: Exception) -> str:
         return "is a Git LFS pointer, not the weights: run `git lfs pull`, or download it again"
     if start.startswith((b"PK\x03\x04", b"\x80")) and start[8:9] != b"{":  # (128 may also be the length of a header)
         return "is a pickle under another name, which is never opened: convert it to safetensors with transformers"
-    # Hugging Face's cache holds links: to download again, the file that they point to has to go.
-    victim = path.resolve() if path.resolve().parent.name == "blobs" else path
-    return f"is incomplete or not a safetensors file ({error}): delete {victim} and download it again"
+    return f"is incomplete or not a safetensors file ({error}): {cure(path)}"
 
 
 def _tensors(folder: Path) -> dict[str, _Stored]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minigpt.arguments import make_parser
-from minigpt.config import SamplingParams, integer
+from minigpt.config import SamplingParams, integer, well_formed
 from minigpt.errors import MiniGPTError, PromptError
 from minigpt.progress import Progress
 from minigpt.records import as_record
@@ -118,9 +118,9 @@ def _prompt(args: argparse.Namespace) -> str:
         what = "the prompt is given twice" if given else "no prompt"
         raise ValueError(f"{what}: give one of PROMPT, --prompt TEXT, --file FILE, or - for standard input")
     if args.prompt is not None:
-        return _without_surrogates(args.prompt)
+        return well_formed(args.prompt)
     if args.file is None and args.text != "-":
-        return _without_surrogates(args.text)
+        return well_formed(args.text)
     name = "standard input" if args.file in (None, "-") else args.file
     try:
         if name == args.file:
@@ -139,11 +139,6 @@ def _prompt(args: argparse.Namespace) -> str:
         raise PromptError(f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}") from None
     text = text.removeprefix("\ufeff")
     return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
-
-
-def _without_surrogates(text: str) -> str:
-    """An argument that is not UTF-8 comes with lone surrogates, which are U+FFFD to the model, and so for all."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -479,7 +474,7 @@ def _parity(args: argparse.Namespace) -> None:
 
     checks = parity.run(
         args.model,
-        prompts=[_without_surrogates(text) for text in args.prompt],
+        prompts=[well_formed(text) for text in args.prompt],
         dtypes=args.dtype or ["float32"],
         device=args.device,
         revision=args.revision,

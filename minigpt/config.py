@@ -56,6 +56,17 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
     return number
 
 
+def well_formed(text: str) -> str:
+    """`text` without lone surrogates, which stand for the bytes of an argument that the locale could not decode.
+
+    Those bytes are read as UTF-8, whatever the locale; what is not UTF-8 either becomes U+FFFD, as in the tokenizer.
+    """
+    try:
+        return text.encode(errors="surrogateescape").decode(errors="replace")
+    except UnicodeEncodeError:  # other lone surrogates, as arguments have them on Windows, and JSON anywhere
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 @dataclass(frozen=True)
 class GPT2Config:
     """A GPT-2 model's shape, with Hugging Face's field names and defaults (the defaults are GPT-2 small).
@@ -237,7 +248,7 @@ def _texts(value: Any) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop must be a non-empty string or a list of them, not {value!r}")
-    return texts
+    return tuple(map(well_formed, texts))
 
 
 def _bias(value: Any) -> dict[int, float]:

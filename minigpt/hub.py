@@ -261,12 +261,19 @@ def _shards(index: Path) -> list[str]:
     """The names of the files that an index lists, which must lie beside it."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise CheckpointError(f"{index} has no weight_map that gives a file for each tensor: download it again")
+        raise CheckpointError(f"{index} has no weight_map that gives a file for each tensor: {cure(index)}")
     names = sorted(set(places.values()))
     for name in names:
         if re.search(r"[/\\:\0]", name) or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} lists {name!r}: a shard must be a safetensors file in the same folder")
     return names
+
+
+def cure(path: Path) -> str:
+    """What to do about a damaged file, to end a message with."""
+    # Hugging Face's cache holds links: to download again, the file that they point to has to go.
+    victim = path.resolve() if path.resolve().parent.name == "blobs" else path
+    return f"delete {victim} and download it again"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -276,7 +283,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. Is this the folder of a model?") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): download it again") from error
+        raise CheckpointError(f"{path} is not JSON ({error}): {cure(path)}") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(data).__name__}: download it again")
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(data).__name__}: {cure(path)}")
     return data

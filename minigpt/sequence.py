@@ -48,7 +48,9 @@ class Step:
 class Completion:
     """The continuation of one prompt.
 
-    text: without the end token or stop string.     ids: every drawn token, those of the end or stop included.
+    text: of the drawn tokens alone, without the end token or stop string. It begins with U+FFFD if they complete a
+        character that the prompt's ids began.
+    ids: every drawn token, those of the end or stop included.
     finish_reason: "stop" (an end id or stop string), "length" (max_new_tokens) or "context" (no position left).
     logprobs: one TokenLogprob per id, or None.      seed: what the sampling used; None for greedy without one.
     """

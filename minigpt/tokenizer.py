@@ -13,7 +13,7 @@ from pathlib import Path
 import tiktoken
 
 from minigpt.errors import PromptError, TokenizerError
-from minigpt.vocabulary import END_OF_TEXT, Added, Vocabulary, gpt2_vocabulary, read_json, read_vocabulary, text_bytes
+from minigpt.vocabulary import END_OF_TEXT, Added, Vocabulary, gpt2_vocabulary, read_vocabulary, text_bytes
 
 # tiktoken's r50k pattern: GPT-2's pieces, by regular expressions that do not overflow on long words.
 _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -59,11 +59,9 @@ class Tokenizer:
         Ids may have gaps anywhere, as pruned and padded vocabularies do.
         Raises TokenizerError, naming the file and the cure, if it is damaged or is not GPT-2's kind of tokenizer.
         """
-        found = read_vocabulary(folder)
+        found = read_vocabulary(folder, vocab_size)
         if found is None:
-            config = read_json(folder / "tokenizer_config.json")
-            fits = vocab_size >= 50257 and "GPT2" in str(config.get("tokenizer_class", "GPT2"))
-            return cls.gpt2() if fits else None
+            return None
         vocabulary, added = found
         # Added tokens may lie beyond it: fine-tunes often add one for padding that the model has no row for.
         highest = max(*vocabulary.ids, *(id for text, id in vocabulary.others.items() if text not in added))

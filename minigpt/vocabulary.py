@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minigpt.errors import TokenizerError
+from minigpt.hub import cure
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -84,8 +85,10 @@ def gpt2_vocabulary() -> Vocabulary:
     return Vocabulary(tokens, range(len(tokens)), {END_OF_TEXT: len(tokens)})
 
 
-def read_vocabulary(folder: Path) -> tuple[Vocabulary, dict[str, Added]] | None:
-    """What vocab.json + merges.txt, else tokenizer.json, in `folder` hold, and its added tokens; None without them.
+def read_vocabulary(folder: Path, vocab_size: int) -> tuple[Vocabulary, dict[str, Added]] | None:
+    """What vocab.json + merges.txt, else tokenizer.json, in `folder` hold, and its added tokens.
+
+    Without them it is GPT-2's vocabulary if vocab_size allows, else None.
 
     Raises TokenizerError, naming the file and the cure, if it is damaged or is not GPT-2's kind of tokenizer.
     """
@@ -106,7 +109,7 @@ def read_vocabulary(folder: Path) -> tuple[Vocabulary, dict[str, Added]] | None:
         vocabulary = _build(pipeline_path, model.get("vocab"), pipeline_path, model.get("merges"))
     elif vocab_path.is_file() or merges_path.is_file():
         raise TokenizerError(f"{folder} has only one of vocab.json and merges.txt: copy the other one beside it")
-    elif pipeline_path.is_file():
+    elif pipeline_path.is_file() or (vocab_size >= 50257 and "GPT2" in str(config.get("tokenizer_class", "GPT2"))):
         vocabulary = gpt2_vocabulary()
     else:
         return None
@@ -116,7 +119,7 @@ def read_vocabulary(folder: Path) -> tuple[Vocabulary, dict[str, Added]] | None:
         raise TokenizerError(f"{folder}: its added tokens are damaged ({error!r}): download it again") from None
     for token in vocabulary.others:
         if token not in added and _is_word(token):
-            raise TokenizerError(f"{merges_path} is incomplete, no merge makes {token!r}: download it again")
+            raise TokenizerError(f"{merges_path} is incomplete, no merge makes {token!r}: {cure(merges_path)}")
     return vocabulary, added
 
 
@@ -128,13 +131,13 @@ def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Voca
     come up in no other way. Training gives such lists, so any other is taken for damage.
     """
     if not isinstance(vocab, dict) or not vocab or any(type(id) is not int or id < 0 for id in vocab.values()):
-        raise TokenizerError(f"{vocab_path} is not a map from tokens to ids: download it again")
+        raise TokenizerError(f"{vocab_path} is not a map from tokens to ids: {cure(vocab_path)}")
     if len(set(vocab.values())) < len(vocab):
-        raise TokenizerError(f"{vocab_path} gives one id to two tokens: download it again")
+        raise TokenizerError(f"{vocab_path} gives one id to two tokens: {cure(vocab_path)}")
     try:
         lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     except TypeError:
-        raise TokenizerError(f"{merges_path} holds no list of merges: download it again") from None
+        raise TokenizerError(f"{merges_path} holds no list of merges: {cure(merges_path)}") from None
     saved = {"vocab.json": json.dumps(vocab), "merges.txt": "\n".join(["#version: 0.2", *lines, ""])}
     if all(_digest(text.encode()) == _OFFICIAL[name] for name, text in saved.items()):
         return gpt2_vocabulary()  # saved in another form: saves a second of checks
@@ -145,14 +148,14 @@ def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Voca
         where, parts = f"{merges_path}, merge {number}, {line!r}", line.split(" ")
         if len(parts) != 2 or any(part not in vocab for part in (*parts, "".join(parts))):
             raise TokenizerError(
-                f"{where}: not two tokens that make a third one: download it and {vocab_path.name} again"
+                f"{where}: not two tokens that make a third one: {cure(merges_path)}, and {vocab_path.name}"
             )
         try:
             left, right = map(_to_bytes, parts)
         except KeyError:
             raise TokenizerError(f"{where}: not in GPT-2's spelling of bytes, the only one supported") from None
         if _apply(ranks, left + right) != [left, right]:
-            raise TokenizerError(f"{where}: does not follow from the merges before it: download it again")
+            raise TokenizerError(f"{where}: does not follow from the merges before it: {cure(merges_path)}")
         ranks[left + right] = len(tokens)
         tokens.append(left + right)
         ids.append(others.pop("".join(parts)))
@@ -233,7 +236,7 @@ def _read_pipeline(path: Path) -> dict[str, Any]:
     for name, settings in _PIPELINE.items():
         part = pipeline.get(name) or {}
         if not isinstance(part, dict) or (name == "model" and not part):
-            raise TokenizerError(f"{path} is damaged, its {name} is {part!r}: download it again")
+            raise TokenizerError(f"{path} is damaged, its {name} is {part!r}: {cure(path)}")
         for setting, supported in settings.items():
             if part.get(setting) not in supported:
                 raise TokenizerError(f"{path}: {name} with {setting} = {part.get(setting)!r} is not supported")
@@ -247,9 +250,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not valid JSON ({error}): download it again") from None
+        raise TokenizerError(f"{path} is not valid JSON ({error}): {cure(path)}") from None
     if not isinstance(data, dict):
-        raise TokenizerError(f"{path} does not hold a JSON object: download it again")
+        raise TokenizerError(f"{path} does not hold a JSON object: {cure(path)}")
     return data
 
 
@@ -261,7 +264,7 @@ def _read(path: Path) -> str:
     try:
         return _read_bytes(path).decode()
     except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not UTF-8 ({error}): download it again") from None
+        raise TokenizerError(f"{path} is not UTF-8 ({error}): {cure(path)}") from None
 
 
 def _read_bytes(path: Path) -> bytes:

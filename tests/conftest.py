@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(os.environ.get("MINIGPT_GOLDEN", ROOT.parent / "shared" / "golden"))
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
+# A shell's background jobs ignore SIGINT, and so would the processes that tests send it to.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the models are tiny: a second thread would only wait, above all on a busy machine
 
 

@@ -457,13 +457,14 @@ def test_truncated(folder: Path) -> None:
     assert "not a safetensors file" in refused(folder)
 
 
-def test_a_truncated_file_of_the_cache_is_named_by_its_blob(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_truncated_file_of_the_cache_is_named_by_its_blob(folder: Path, tmp_path: Path, name: str) -> None:
     # The cache holds links: deleting the link would bring the same short file back.
     blob = tmp_path / "blobs" / "0123abcd"
     blob.parent.mkdir()
-    blob.write_bytes((folder / "model.safetensors").read_bytes()[:-1])
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors").symlink_to(blob)
+    blob.write_bytes((folder / name).read_bytes()[:-9])
+    (folder / name).unlink()
+    (folder / name).symlink_to(blob)
     assert f"delete {blob} and" in refused(folder)
 
 

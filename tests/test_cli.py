@@ -151,7 +151,7 @@ def test_every_way_to_give_the_prompt(run: Any, tmp_path: Path) -> None:
         assert ids("-f", str(path)) == ids("-", stdin=data) == expected
     assert ids("--special", "a<|endoftext|>")[-1] == 50256
     assert ids("a<|endoftext|>")[-1] != 50256
-    assert ids("\udce9") == encode("\ufffd")  # an argument that was not UTF-8
+    assert ids("\udce9") == ids("\udbc0") == encode("\ufffd")  # an argument that was not UTF-8, or not UTF-16
 
 
 @pytest.mark.parametrize(
@@ -199,6 +199,33 @@ def test_a_prompt_that_is_not_utf8_names_the_offset(run: Any, tmp_path: Path) ->
     assert (code, err) == (1, f"minigpt: error: {path} is not UTF-8: byte 0xe9 at offset 3\n")
     code, _, err = run(*GENERATE, "-", stdin=b"\xff")
     assert (code, err) == (1, "minigpt: error: standard input is not UTF-8: byte 0xff at offset 0\n")
+
+
+def test_text_is_utf8_whatever_the_locale(folder: Path, tmp_path: Path) -> None:
+    """In the C locale Python reads an argument as ASCII, and leaves every other byte as a lone surrogate."""
+    (tmp_path / "prompt.txt").write_bytes("café 日".encode())
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for prompt in (["café 日"], ["-f", str(tmp_path / "prompt.txt")]):
+        running = process("tokenize", "--json", "-m", str(folder), *prompt, env=environment)
+        out, err = running.communicate(timeout=60)
+        assert err == b"" and [json.loads(line)["id"] for line in out.splitlines()] == [66, 1878, 2634, 10545, 245, 98]
+
+
+@pytest.mark.parametrize("prompt", ["a , b", "ends in lines\n\n", " \t", "\U0001f642 caf\u00e9"])
+def test_echo_is_the_prompt_and_then_what_comes_without_it(run: Any, prompt: str) -> None:
+    """The prompt is never cut off by its length in characters: decoding need not give it back."""
+    alone = run(*GENERATE, prompt, "-n", "4")
+    assert run(*GENERATE, prompt, "-n", "4", "--echo") == (0, prompt + alone[1], "")
+
+
+def test_threads_are_set_only_on_request(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own choice respects the affinity and OMP_NUM_THREADS."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    run(*GENERATE, "a", "-n", "1")
+    assert asked == []
+    run(*GENERATE, "a", "-n", "1", "--threads", "3")
+    assert asked == [3]
 
 
 def test_an_unknown_model_is_one_clear_line(run: Any) -> None:

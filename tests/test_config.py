@@ -264,6 +264,12 @@ def test_stops() -> None:
     assert SamplingParams(stop="ab").stop == ("ab",)
     assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
     assert SamplingParams(stop=()).stop == ()
+    # Text never holds lone surrogates, so such a stop would never be found.
+    assert SamplingParams(stop=["\udbc0", "caf\udcc3\udca9", "\U0001f642"]).stop == (
+        "\ufffd",
+        "caf\u00e9",
+        "\U0001f642",
+    )
     for value in ("", [""], ["a", ""], [1], 1, None, b"ab", [b"ab"], [["a"]]):
         refused(SamplingParams, "stop", value)
 

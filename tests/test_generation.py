@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 import random
@@ -23,6 +24,7 @@ from transformers import GPT2LMHeadModel
 import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, SamplingParams, Tokenizer, TokenizerError
 from minigpt.checkpoint import load_model
+from minigpt.generation import find_device, find_dtype
 from minigpt.sampling import process
 
 MARGIN = 1e-4  # below this relative gap between the two best candidates, rounding may decide
@@ -396,10 +398,54 @@ def test_a_stream_never_splits_a_character_and_adds_up_to_the_text(ids: list[int
     assert [step.finish_reason for step in steps] == [None] * (len(ids) - 1) + ["length"]
 
 
+def test_the_text_is_that_of_the_drawn_ids_alone() -> None:
+    """Also where the prompt's ids end inside a character that the first drawn id completes."""
+    assert Tokenizer.gpt2().decode([8582, 25081]) == "\U0001f642"
+    assert scripted([25081]).generate([8582], max_new_tokens=1).text == Tokenizer.gpt2().decode([25081])
+
+
 def test_no_new_tokens_is_an_empty_completion_and_an_empty_stream(lm: LanguageModel) -> None:
     completion = lm.generate([3], max_new_tokens=0)
     assert (completion.ids, completion.text, completion.finish_reason) == ([], "", "length")
     assert list(lm.stream([3], max_new_tokens=0)) == []
+
+
+def test_each_token_is_computed_once_and_memory_is_what_the_cache_needs(
+    lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step computes the whole context again, or the logits of a prompt, or moves the cache to a larger place."""
+    computed, projected, caches = [], [], set()
+    hidden, head = GPT2.hidden, GPT2.head
+
+    def count_hidden(self: GPT2, ids: torch.Tensor, cache: minigpt.KVCache, **more: Any) -> torch.Tensor:
+        computed.append(ids.numel())
+        caches.add((cache.keys.untyped_storage().data_ptr(), cache.keys.untyped_storage().nbytes()))
+        return hidden(self, ids, cache, **more)
+
+    def count_head(self: GPT2, states: torch.Tensor) -> torch.Tensor:
+        projected.append(states.numel() // self.config.n_embd)
+        return head(self, states)
+
+    monkeypatch.setattr(GPT2, "hidden", count_hidden)
+    monkeypatch.setattr(GPT2, "head", count_head)
+    lm.generate([[5] * 50, [7] * 20], max_new_tokens=30, stop_ids=())
+    assert sum(computed) == 50 + 20 + 2 * 29  # the last drawn token is never fed
+    assert sum(projected) == 2 * 30
+    [(_, size)] = caches
+    assert size == 4 * 3 * 2 * 79 * 24  # float32, layers, rows, tokens, width
+
+
+def test_nothing_is_kept_from_one_call_to_the_next() -> None:
+    lm = LanguageModel(from_hf(hf_model()).requires_grad_(True))
+
+    def tensors() -> int:
+        lm.generate([[3], [4, 5]], temperature=1.0, max_new_tokens=8)
+        assert not lm.attention([3, 4]).requires_grad
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    first = tensors()
+    assert [tensors() for _ in range(5)] == [first] * 5
 
 
 def test_an_abandoned_stream_leaves_no_trace(lm: LanguageModel) -> None:
@@ -552,6 +598,9 @@ def test_sample_j_uses_seed_plus_j_and_shares_the_prefill(lm: LanguageModel, mon
     assert [sample.seed for sample in samples] == [2**64 - 1, 0, 1, 2, 3]
     assert [sample.ids for sample in samples] == alone
     assert prefills == [[3, 4, 5]]
+    assert len({tuple(ids) for ids in alone}) == 5
+    greedy = lm.generate([3, 4, 5, 6], samples=3, max_new_tokens=5)
+    assert len(greedy) == 3 and greedy[0] == greedy[1] == greedy[2]
 
 
 def test_the_global_random_state_is_neither_read_nor_moved(lm: LanguageModel) -> None:
@@ -745,6 +794,16 @@ def test_ablate_switches_heads_off_for_one_call(lm: LanguageModel) -> None:
 def test_a_device_that_is_not_there_is_one_clear_line(device: str, message: str) -> None:
     with pytest.raises(minigpt.DeviceError, match=message):
         minigpt.load("demo", device=device)
+
+
+def test_auto_is_cuda_or_else_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never mps, which can give wrong text without an error; and CUDA is asked nothing where there is none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for name in ("is_bf16_supported", "device_count", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("a CPU build raises here"))
+    assert find_device("auto") == torch.device("cpu")
+    assert find_dtype("float32", find_device("cpu")) == torch.float32
 
 
 def test_a_dtype_that_the_device_lacks_names_the_ones_it_has() -> None:

@@ -291,6 +291,14 @@ def test_a_folder_without_vocabulary(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path, 60000) is None  # its ids would mean something else
 
 
+def test_added_tokens_of_a_folder_without_vocabulary(tmp_path: Path) -> None:
+    """Without vocab.json they were ignored: <sep> was encoded as its letters, and its id could not be decoded."""
+    write(tmp_path, added_tokens_json={"<sep>": 50257})
+    tokenizer = Tokenizer.from_folder(tmp_path, 50258)
+    assert tokenizer is not None and tokenizer.encode("hello<sep>") == [31373, 50257]
+    assert tokenizer.decode([50257]) == "<sep>" and tokenizer.special_tokens == {END: 50256}
+
+
 def test_official_files_and_the_same_saved_anew(official: Path, hugging_face: Any, tmp_path: Path) -> None:
     hugging_face.add_tokens(["foo bar"])
     hugging_face.add_special_tokens({"pad_token": "[PAD]"})
@@ -549,6 +557,14 @@ def test_half_an_official_file_is_never_used(official: Path, tmp_path: Path) -> 
     for name in ("vocab.json", "merges.txt"):
         whole = (official / name).read_bytes()
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(TokenizerError, match=re.escape(str(tmp_path / name))):
+        with pytest.raises(TokenizerError, match=re.escape(f"delete {tmp_path / name} and download it again")):
             Tokenizer.from_folder(tmp_path, 50257)
+        # In Hugging Face's cache it is a link, and deleting the link would bring the same half file back.
+        blob = tmp_path / "blobs" / name
+        blob.parent.mkdir(exist_ok=True)
+        (tmp_path / name).rename(blob)
+        (tmp_path / name).symlink_to(blob)
+        with pytest.raises(TokenizerError, match=re.escape(f"delete {blob} and download it again")):
+            Tokenizer.from_folder(tmp_path, 50257)
+        (tmp_path / name).unlink()
         (tmp_path / name).write_bytes(whole)

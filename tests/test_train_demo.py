@@ -68,7 +68,6 @@ def test_an_interrupted_run_resumes_to_the_same_bits(
     text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "model"
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored
     with monkeypatch.context() as patch:
         interrupt_at(2, patch)
         assert train(text, output) == 130
