@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Nothing here needs numpy, and PyTorch warns where it is missing.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
-        with _on_signal(lambda number, _: os._exit(128 + number)):  # while loading there is nothing to keep
+        with _on_signal(_leave):
             _COMMANDS[args.command](args)
             print(end="", flush=True)
         return 0
@@ -85,6 +85,14 @@ def _fail(code: int, message: str) -> int:
     plain = "".join(char if char.isprintable() else " " for char in message[:2000])
     print("minigpt: error:", plain, file=sys.stderr)
     return code
+
+
+def _leave(number: int, _: object) -> None:
+    """While loading there is nothing to keep; but a download unwinds, so that it removes what has come so far."""
+    hub = sys.modules.get("minigpt.hub")
+    if hub is not None and hub.downloading:
+        raise _Stopped(number)
+    os._exit(128 + number)
 
 
 def _raise_stopped(number: int, _: object) -> None:
