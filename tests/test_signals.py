@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def alone(*args: str) -> tuple[float, bytes]:
 def stop(running: subprocess.Popen[bytes], number: int, delay: float) -> tuple[int, bytes]:
     """Send a signal after `delay` seconds; gives the exit code and stdout, and checks what must hold for any command.
 
-    Only Python's own start, before a line of this package runs, and its own end are not in our hands: code -`number`.
+    Only Python's own start, before a line of this package runs, is not in our hands: code -`number`.
     """
     try:
         running.wait(delay)  # a pipe holds what comes meanwhile
@@ -63,12 +64,12 @@ def stop(running: subprocess.Popen[bytes], number: int, delay: float) -> tuple[i
     out, err = running.communicate(timeout=120)
     code, text = running.returncode, err.decode()
     out.decode()
-    if number == signal.SIGINT and "KeyboardInterrupt" in text:  # Python writes that where it starts
-        assert out == b"" and "minigpt" not in text, text
+    if code == -number or "KeyboardInterrupt" in text:
         code = -number
+        assert out == b"" and "minigpt" not in text, text
     else:
+        assert code in (0, CODES[number]), (code, text)
         assert "Traceback" not in text and "rror" not in text and "xception" not in text, text
-    assert code in (0, CODES[number], -number), text
     return code, out
 
 
@@ -88,14 +89,14 @@ def test_a_signal_at_any_moment_ends_a_command_quietly(command: str, tiny: Path,
         "json": ["generate", "Hello", "-m", str(tiny), "-n", "60", "--json", "--samples", "9", *sampled],
     }[command] + ["--offline", "--device", "cpu", "--threads", "1"]
     seconds, whole = alone(*args)
-    codes: dict[int, int] = {}
+    codes: Counter[int] = Counter()
     for delay in delays(50 if soak else 3, seconds):
         code, out = stop(start(*args), random.choice(list(CODES)), delay)
-        codes[code] = codes.get(code, 0) + 1
+        codes[code] += 1
         assert out[-1:] in (b"", b"\n") and whole.startswith(out[:-1])
         assert command != "json" or whole.startswith(out)  # whole records
-        assert out == whole if code == 0 else code > 0 or out in (b"", whole)
-    print(f"{command}: {seconds:.2f} s alone; exit codes {codes}")
+        assert code != 0 or out == whole
+    print(f"{command}: {seconds:.2f} s alone; exit codes {dict(codes)}")
 
 
 def test_a_signal_at_any_moment_leaves_a_job_that_can_go_on(tiny: Path, tmp_path: Path, soak: bool) -> None:
@@ -105,10 +106,10 @@ def test_a_signal_at_any_moment_leaves_a_job_that_can_go_on(tiny: Path, tmp_path
     args = ["generate", "--offline", "--device", "cpu", "--threads", "1", "-m", str(tiny), "--input", str(source)]
     args += ["-n", "40", "--temperature", "1", "--seed", "1", "--resume", "--output"]
     seconds, _ = alone(*args, str(whole))
-    codes: dict[int, int] = {}
+    codes: Counter[int] = Counter()
     for delay in delays(50 if soak else 4, seconds):
         code, out = stop(start(*args, str(target)), random.choice(list(CODES)), delay)
-        codes[code] = codes.get(code, 0) + 1
+        codes[code] += 1
         data = target.read_bytes() if target.exists() else b""
         assert out == b"" and whole.read_bytes().startswith(data) and data[-1:] in (b"", b"\n")
         assert code != 0 or data == whole.read_bytes()
@@ -116,4 +117,4 @@ def test_a_signal_at_any_moment_leaves_a_job_that_can_go_on(tiny: Path, tmp_path
             target.unlink()
     alone(*args, str(target))
     assert target.read_bytes() == whole.read_bytes()
-    print(f"job: {seconds:.2f} s alone; exit codes {codes}")
+    print(f"job: {seconds:.2f} s alone; exit codes {dict(codes)}")
