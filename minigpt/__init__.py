@@ -6,9 +6,11 @@ Names are resolved on first use (PEP 562), so that importing the package, and --
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as in typing, whose import takes longer than all the rest before the command answers Ctrl-C
 if TYPE_CHECKING:
+    from typing import Any
+
     from minigpt.cache import KVCache
     from minigpt.checkpoint import save
     from minigpt.config import GPT2Config, SamplingParams

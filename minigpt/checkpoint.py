@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import json
 import math
 import mmap
@@ -28,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from minigpt.config import GPT2Config
 from minigpt.errors import CheckpointError
-from minigpt.hub import INDEX, PICKLES, WEIGHTS, cure, read_json
+from minigpt.hub import INDEX, PICKLES, WEIGHTS, cure, read_json, sha256
 from minigpt.hub import locate as locate  # exported again: whoever loads a checkpoint needs it too
 from minigpt.hub import weight_files as weight_files
 from minigpt.linear import Linear, Packed
@@ -344,18 +343,10 @@ def describe(folder: Path) -> dict[str, Any]:
     """
     paths = weight_files(folder)
     dtypes = Counter(item.dtype for path in paths for item in _header(path).values())
-    files = [{"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths]
+    files = [{"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths]
     return {
         "files": files,
         "tensors": sum(dtypes.values()),
         "dtypes": dict(dtypes),
         "bytes": sum(path.stat().st_size for path in paths),
     }
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from minigpt.arguments import make_parser
 from minigpt.config import SamplingParams, integer, well_formed
 from minigpt.errors import MiniGPTError, PromptError
-from minigpt.progress import Progress
+from minigpt.progress import Progress, note
 from minigpt.records import as_record
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Nothing here needs numpy, and PyTorch warns where it is missing.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
-        with _on_signal(lambda number, _: os._exit(128 + number)):  # while loading there is nothing to keep
+        with _on_signal(_leave):
             _COMMANDS[args.command](args)
             print(end="", flush=True)
         return 0
@@ -83,8 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(code: int, message: str) -> int:
     # One line of plain characters, whatever a file's names hold.
     plain = "".join(char if char.isprintable() else " " for char in message[:2000])
-    print("minigpt: error:", plain, file=sys.stderr)
+    note(f"minigpt: error: {plain}")
     return code
+
+
+def _leave(number: int, _: object) -> None:
+    """While loading there is nothing to keep; but a download unwinds, so that it removes what has come so far."""
+    hub = sys.modules.get("minigpt.hub")
+    if hub is not None and hub.downloading:
+        raise _Stopped(number)
+    os._exit(128 + number)
 
 
 def _raise_stopped(number: int, _: object) -> None:
@@ -161,7 +169,7 @@ def _generate(args: argparse.Namespace) -> None:
         import torch
 
         loaded = f"{size:,} parameters on {lm.device}, {lm.dtype}, loaded in {seconds:.2f} s"
-        print(f"{args.model}: {loaded}, {torch.get_num_threads()} threads", file=sys.stderr)
+        note(f"{args.model}: {loaded}, {torch.get_num_threads()} threads")
     if ids is None and lm.tokenizer is not None:
         ids = lm.tokenizer.encode(text, special=args.special)
     prompt = text if ids is None else ids  # text without a tokenizer: the library says what to do
@@ -300,20 +308,20 @@ def _print_stream(
         reason = steps[-1].finish_reason if steps else "length"
         _print_rate("prompt", len(prompt) or 1, first - started)
         _print_rate("generation", len(steps) - 1 if steps else 0, time.perf_counter() - first)
-        print(f"seed: {params.seed}\nfinish reason: {reason}", file=sys.stderr)
+        note(f"seed: {params.seed}\nfinish reason: {reason}")
         _print_machine(lm)
 
 
 def _print_stats(lm: LanguageModel, completions: list[Completion], seconds: float) -> None:
     _print_rate("generation", sum(len(completion.ids) for completion in completions), seconds)
-    print("seed:", ", ".join(str(completion.seed) for completion in completions), file=sys.stderr)
-    print("finish reason:", ", ".join(completion.finish_reason for completion in completions), file=sys.stderr)
+    note("seed: " + ", ".join(str(completion.seed) for completion in completions))
+    note("finish reason: " + ", ".join(completion.finish_reason for completion in completions))
     _print_machine(lm)
 
 
 def _print_rate(what: str, tokens: int, seconds: float) -> None:
     rate = tokens / seconds if seconds > 0 else 0.0
-    print(f"{what}: {tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens per second", file=sys.stderr)
+    note(f"{what}: {tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens per second")
 
 
 def _print_machine(lm: LanguageModel) -> None:
@@ -325,7 +333,7 @@ def _print_machine(lm: LanguageModel) -> None:
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    print(f"peak memory: {peak / 2**20:.0f} MiB\ndevice: {lm.device}, {lm.dtype}", file=sys.stderr)
+    note(f"peak memory: {peak / 2**20:.0f} MiB\ndevice: {lm.device}, {lm.dtype}")
 
 
 def _print_json(record: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ commit. Where the hub does not answer, or refuses, what is in the cache will do.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import logging
 import os
@@ -45,6 +46,8 @@ _SIDE_FILES = (
 _HUB_ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)  # the hub's rule
 _PACKAGE = Path(__file__).resolve().parent
 _TIMEOUT = 5  # seconds without an answer after which the hub counts as unreachable
+
+downloading = False  # Whoever stops the process now should let it unwind: what has come of a file is then removed.
 
 
 def locate(
@@ -113,8 +116,8 @@ def _from_hub(name: str, repo: str, revision: str | None, offline: bool, progres
     return folder
 
 
-def _ask(repo: str, revision: str | None) -> tuple[str, list[str]]:
-    """The commit that `revision` stands for on the hub now, and the names of its files."""
+def _ask(repo: str, revision: str | None) -> tuple[str, dict[str, str | None]]:
+    """The commit that `revision` stands for on the hub now, and its files' names with the sha256 of the large ones."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
@@ -122,10 +125,10 @@ def _ask(repo: str, revision: str | None) -> tuple[str, list[str]]:
     token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
     headers = {"user-agent": "minigpt", **({"authorization": f"Bearer {token}"} if token else {})}
     url = f"{constants.ENDPOINT}/api/models/{repo}/revision/{quote(revision or 'main', safe='')}"
-    response = get_session().get(url, headers=headers, timeout=_TIMEOUT)
+    response = get_session().get(url, params={"blobs": "true"}, headers=headers, timeout=_TIMEOUT)
     hf_raise_for_status(response)
     info = response.json()
-    return info["sha"], [item["rfilename"] for item in info["siblings"]]
+    return info["sha"], {item["rfilename"]: (item.get("lfs") or {}).get("sha256") for item in info["siblings"]}
 
 
 def _download(repo: str, revision: str | None, progress: bool) -> Path:
@@ -138,9 +141,22 @@ def _download(repo: str, revision: str | None, progress: bool) -> Path:
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
     def fetch(name: str) -> Path:
+        global downloading
         found = try_to_load_from_cache(repo, name, revision=commit)
-        bar = None if progress else NoBar
-        return Path(found if isinstance(found, str) else hf_hub_download(repo, name, revision=commit, tqdm_class=bar))
+        if isinstance(found, str):
+            return Path(found)
+        downloading = True
+        try:
+            path = Path(hf_hub_download(repo, name, revision=commit, tqdm_class=None if progress else NoBar))
+        finally:
+            downloading = False
+        if names[name] not in (None, sha256(path)):  # the client compares the length only
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"{name} of {repo} arrived damaged (its sha256 is not what the hub says) and was deleted: try again"
+            )
+        return path
 
     commit, names = _ask(repo, revision)
     if "config.json" not in names:
@@ -206,7 +222,8 @@ def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure:
         return (
             f"{name} could not be saved to the cache: {problem}. Set HF_HOME to a folder with room that can be written"
         )
-    reason = f"HTTP {status}" if status else type(failure).__name__
+    damaged = isinstance(failure, OSError) and "Consistency check" in str(failure)
+    reason = f"HTTP {status}" if status else "a file of the wrong length" if damaged else type(failure).__name__
     return f"{name} is not in the cache and could not be fetched from the hub ({reason}): {remedy}"
 
 
@@ -274,6 +291,15 @@ def cure(path: Path) -> str:
     # Hugging Face's cache holds links: to download again, the file that they point to has to go.
     victim = path.resolve() if path.resolve().parent.name == "blobs" else path
     return f"delete {victim} and download it again"
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

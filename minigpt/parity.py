@@ -133,7 +133,11 @@ def load_reference(folder: Path, lm: LanguageModel) -> Any:
     log.disable_progress_bar()
     try:
         model, info = model_class.from_pretrained(
-            folder, attn_implementation="eager", local_files_only=True, output_loading_info=True
+            folder,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,  # never a pickle
+            output_loading_info=True,
         )
     except Exception as error:  # whatever transformers does not read, minigpt has no reference for
         return Check("transformers", "all", None, f"transformers cannot load the model: {_line(error)}")

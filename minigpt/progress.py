@@ -1,10 +1,18 @@
-"""A progress bar on stderr, with the rate and the time left."""
+"""What is said on stderr: notes, and a progress bar with the rate and the time left."""
 
 from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
+
+
+def note(text: str, end: str = "\n") -> None:
+    """Print to stderr, if there is one and somebody reads it: no work is lost where nobody does."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(text, end=end, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -27,7 +35,7 @@ class Progress:
     ) -> None:
         self._show()
         if self._terminal:
-            print(file=sys.stderr)
+            note("")
 
     def update(self, done: int, tokens: int) -> None:
         """`done` of the total are done; `tokens` were worked on in this run."""
@@ -36,8 +44,6 @@ class Progress:
             self._show()
 
     def _show(self) -> None:
-        if sys.stderr is None:
-            return
         self._shown = now = time.monotonic()
         seconds = max(now - self._started, 1e-9)
         share = min(self._done / self._total, 1.0) if self._total else 1.0
@@ -51,12 +57,7 @@ class Progress:
             text += f", {_clock(seconds * (self._total - self._done) / (self._done - self._begun))} left"
         padding = " " * (self._width - len(text))
         self._width = len(text)
-        print(
-            "\r" + text + padding if self._terminal else text,
-            end="" if self._terminal else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
+        note("\r" + text + padding if self._terminal else text, end="" if self._terminal else "\n")
 
 
 def _clock(seconds: float) -> str:

@@ -18,6 +18,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the models are tiny: a second thread would only wait, above all on a busy machine
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="the long versions of test_soak.py and test_signals.py")
+
+
+@pytest.fixture(scope="session")
+def soak(request: pytest.FixtureRequest) -> bool:
+    """Whether the long versions are wanted."""
+    return bool(request.config.getoption("--soak"))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same numbers, whatever ran before it."""

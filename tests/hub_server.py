@@ -17,7 +17,11 @@ class HubServer:
 
     requests: (method, path, headers) of all requests so far.     gated: repositories that refuse everybody.
     good_token: if set, any other token gets 401, as a stale one does.    status: if set, the answer to everything.
-    cut: that many bytes into a large file the connection breaks, once.     stall: there it stays open, and silent.
+    cut: that many bytes into a large file the connection breaks, once; `cuts` times.     stall: there it stays open,
+    and silent.     pause: seconds of silence in each tenth of a large file.
+    moved: repositories with a new name, to which requests are redirected.
+    closes: a part of paths: such requests get no answer, the connection is closed.
+    instead: what is sent for a large file in its place.
     hook: called with the path of each request.
     """
 
@@ -29,6 +33,11 @@ class HubServer:
         self.good_token: str | None = None
         self.status: int | None = None
         self.cut: int | None = None
+        self.cuts = 1
+        self.pause = 0.0
+        self.moved: dict[str, str] = {}
+        self.closes: str | None = None
+        self.instead: dict[bytes, bytes] = {}
         self.hook: Callable[[str], object] = lambda path: None
         self.stall = threading.Event()
         self.stalled = threading.Event()
@@ -59,6 +68,16 @@ class HubServer:
         self._server.server_close()
 
 
+def _is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin"))
+
+
+def _metadata(name: str, content: bytes) -> dict[str, Any]:
+    """What the hub says about a file with ?blobs=true."""
+    large = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return {"size": len(content), **({"lfs": large} if _is_large(name) else {})}
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: HubServer
@@ -74,6 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append((self.command, path, dict(self.headers)))
         hub.hook(path)
         token = self.headers.get("Authorization")
+        if hub.closes is not None and hub.closes in path:
+            self.close_connection = True
+            return
         if hub.status is not None:
             return self._reply(hub.status)
         if hub.good_token is not None and token is not None and token != f"Bearer {hub.good_token}":
@@ -83,6 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         api = path.startswith("/api/models/")
         repo, _, rest = path.removeprefix("/api/models/").strip("/").partition("/revision/" if api else "/resolve/")
         revision, _, name = (rest or "main").partition("/")
+        if repo in hub.moved:
+            return self._reply(307, Location=path.replace(repo, hub.moved[repo], 1))
         if repo not in hub.commits:  # the real hub does not tell strangers what does not exist from what is private
             return self._reply(404 if token else 401, **{"X-Error-Code": "RepoNotFound"})
         commit = hub.branches[repo].get(revision, revision)
@@ -90,14 +114,16 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             return self._reply(404, **{"X-Error-Code": "RevisionNotFound"})
         if api:
-            siblings = [{"rfilename": file} for file in files]
+            siblings = [{"rfilename": file, **_metadata(file, content)} for file, content in files.items()]
+            if "blobs=true" not in self.path.lower():
+                siblings = [{"rfilename": file} for file in files]
             body = json.dumps({"id": repo, "modelId": repo, "sha": commit, "private": False, "siblings": siblings})
             return self._reply(200, body.encode(), **{"Content-Type": "application/json"})
         if repo in hub.gated:
             return self._reply(403, **{"X-Error-Code": "GatedRepo"})
         if name not in files:
             return self._reply(404, **{"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
-        self._file(files[name], name.endswith((".safetensors", ".bin")), commit)
+        self._file(files[name], _is_large(name), commit)
 
     def _file(self, content: bytes, large: bool, commit: str) -> None:
         if not large:
@@ -111,6 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _large(self, digest: str) -> None:
         contents = (c for commits in self.hub.commits.values() for files in commits.values() for c in files.values())
         content = next(c for c in contents if hashlib.sha256(c).hexdigest() == digest)
+        content = self.hub.instead.get(content, content)
         first = int(self.headers.get("Range", "bytes=0-")[6:].split("-")[0])
         self.send_response(206 if first else 200)
         self.send_header("Content-Length", str(len(content) - first))
@@ -121,7 +148,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         if self.hub.cut is None:
-            self.wfile.write(content[first:])
+            size = len(content) // 10 + 1 if self.hub.pause else len(content) + 1
+            for start in range(first, len(content), size):
+                self.wfile.write(content[start : start + size])
+                time.sleep(self.hub.pause)
             return
         self.wfile.write(content[first : first + self.hub.cut])
         self.wfile.flush()
@@ -129,7 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.stalled.set()
             while self.hub.stall.is_set():
                 time.sleep(0.02)
-        self.hub.cut = None
+        self.hub.cuts -= 1
+        if not self.hub.cuts:
+            self.hub.cut = None
         self.close_connection = True
 
     def _reply(self, status: int, body: bytes = b"", **headers: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -721,3 +722,17 @@ def test_describe(folder: Path, tmp_path: Path) -> None:
 def test_tensors_without_dimensions_are_listed(folder: Path) -> None:
     store(folder, {**weights(folder), "transformer.wte.weight": torch.tensor(1.0)})
     assert "wte.weight has the shape []" in refused(folder)
+
+
+def test_a_folder_deleted_after_loading_is_not_missed(tmp_path: Path) -> None:
+    lm = minigpt.load(tiny.gpt2_folder(tmp_path / "model"), device="cpu")
+    other = minigpt.load(tmp_path / "model", device="cpu")  # whose weights are not read before the file is gone
+
+    def results(lm: minigpt.LanguageModel) -> list[Any]:
+        return [lm.generate("Hi", max_new_tokens=20, logprobs=2), lm.score("Hi you"), lm.attention([1, 2]).tolist()]
+
+    before = results(lm)
+    shutil.rmtree(tmp_path / "model")
+    assert results(lm) == results(other) == before
+    minigpt.save(lm.model, tmp_path / "model")
+    assert results(minigpt.load(tmp_path / "model", device="cpu")) == before

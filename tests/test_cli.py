@@ -420,6 +420,15 @@ def test_a_closed_pipe_is_quiet(endless: list[str]) -> None:
     assert running.stderr.read() == b""
 
 
+def test_nobody_reading_stderr_loses_no_work(folder: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    running = process(*GENERATE, "Hello", "-m", str(folder), "-n", "3", "-v", "--stats", stderr=writer)
+    os.close(writer)
+    expected = minigpt.load(folder, device="cpu").generate("Hello", max_new_tokens=3).text
+    assert (running.communicate(timeout=60)[0].decode(), running.returncode) == (expected + "\n", 0)
+
+
 def test_a_full_disk_is_one_clear_line(endless: list[str]) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")

@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -228,6 +229,106 @@ def test_a_killed_download_does_not_count_as_a_model_and_is_repaired(hub: HubSer
     found = find(hub.url, home, offline=True)
     assert found == old if update else "is not in the cache" in found
     assert Path(find(hub.url, home), "model.safetensors").read_bytes() == WEIGHTS[::-1]
+
+
+IMPATIENT = {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+LEFT_OVER = "*.*.incomplete"  # a name that no other process goes on with; older clients go on with HASH.incomplete
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"closes": "/api/"}, "RemoteProtocolError"),
+        ({"closes": "/resolve/"}, "RemoteProtocolError"),
+        ({"cut": 1000, "cuts": 99}, "RemoteProtocolError"),
+        ({"pause": 1.5}, "ReadTimeout"),
+        ({"instead": {WEIGHTS: WEIGHTS[:-5]}}, "a file of the wrong length"),
+        ({"instead": {WEIGHTS: WEIGHTS + b"more"}}, "a file of the wrong length"),
+        ({"moved": {REPO: REPO}}, "TooManyRedirects"),
+    ],
+)
+def test_a_hub_that_fails_is_one_sentence_and_leaves_nothing(
+    hub: HubServer, home: Path, fault: dict[str, object], said: str
+) -> None:
+    vars(hub).update(fault)
+    text = find(hub.url, home, env=IMPATIENT)
+    assert f"could not be fetched from the hub ({said}): use the model demo" in text
+    assert not list(home.rglob(LEFT_OVER)) and not list(home.rglob("model.safetensors"))
+    vars(hub).update({"closes": None, "cut": None, "pause": 0, "instead": {}, "moved": {}})
+    assert Path(find(hub.url, home), "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_slow_hub_and_one_that_breaks_off_again_and_again(hub: HubServer, home: Path) -> None:
+    hub.cut, hub.cuts, hub.pause = 1000, 2, 0.2
+    assert Path(find(hub.url, home, env=IMPATIENT), "model.safetensors").read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_weights_that_are_not_what_the_hub_says_are_deleted(hub: HubServer, home: Path, links: bool) -> None:
+    """The client looks at the length only."""
+    first = "" if links else "import os\ndef refuse(*_): raise OSError(1314, 'no')\nos.symlink = refuse"
+    hub.instead = {WEIGHTS: WEIGHTS[::-1]}
+    text = find(hub.url, home, first=first)
+    assert text.startswith(f"CheckpointError: model.safetensors of {REPO} arrived damaged") and "try again" in text
+    assert all(path.read_bytes() != WEIGHTS[::-1] for path in home.rglob("*") if path.is_file())
+    assert "is not in the cache" in find(hub.url, home, offline=True)
+    hub.instead = {}
+    assert Path(find(hub.url, home, first=first), "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_renamed_repository_and_the_token_stays_with_the_hub(hub: HubServer, home: Path) -> None:
+    hub.moved = {"old/name": REPO}
+    assert Path(find(hub.url, home, "old/name", env={"HF_TOKEN": TOKEN}), "config.json").exists()
+    tokens: dict[bool, set[str | None]] = {True: set(), False: set()}
+    for _, path, headers in hub.requests:
+        tokens[path.startswith("/lfs/")].add(
+            {key.title(): value for key, value in headers.items()}.get("Authorization")
+        )
+    assert f"Bearer {TOKEN}" in tokens[False] and tokens[True] == {None}  # large files lie on another host
+
+
+@pytest.mark.parametrize("disk", ["full", "limited"])
+def test_a_disk_that_fills_up(hub: HubServer, home: Path, disk: str) -> None:
+    first = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
+    if disk == "full":
+        home.mkdir()
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", home], capture_output=True)
+        if mounted.returncode:
+            pytest.skip("a disk of this size cannot be mounted")
+        first = ""
+    try:
+        text = find(hub.url, home, first=first)
+        reason = "No space left on device" if disk == "full" else "File too large"
+        assert f"could not be saved to the cache: {reason}" in text and "Set HF_HOME to a folder with room" in text
+        assert not list(home.rglob(LEFT_OVER))
+    finally:
+        if disk == "full":
+            subprocess.run(["umount", home], check=True)
+    assert Path(find(hub.url, home), "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_two_processes_fetch_a_model_at_once(hub: HubServer, home: Path) -> None:
+    hub.pause = 0.1
+    both = [subprocess.Popen(command(REPO), env=environment(hub.url, home), cwd=home.parent, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True) for _ in range(2)]  # fmt: skip
+    said = [process.communicate(timeout=60) for process in both]
+    assert said[0] == said[1] and said[0][1] == ""
+    folder = Path(said[0][0].strip())
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == NEEDED
+    assert sum(method == "GET" and path.startswith("/lfs") for method, path, _ in hub.requests) == 1
+    assert not list(home.rglob(LEFT_OVER))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_downloading_leaves_nothing(hub: HubServer, home: Path, number: int, code: int) -> None:
+    hub.cut = len(WEIGHTS) // 2
+    hub.stall.set()
+    process = subprocess.Popen([sys.executable, "-m", "minigpt", "info", "-m", REPO], env=environment(hub.url, home),
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    assert hub.stalled.wait(30)
+    process.send_signal(number)
+    assert (process.communicate(timeout=30)[0], process.returncode) == (b"", code)
+    assert list(home.rglob("blobs/*")) and not list(home.rglob(LEFT_OVER))
 
 
 def test_shards(hub: HubServer, home: Path) -> None:
