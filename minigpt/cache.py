@@ -64,8 +64,8 @@ class KVCache:
             raise PromptError(f"{stop} tokens do not fit a cache made for {self.max_len}")
         keys, values = self.keys[layer, :rows, :, :stop], self.values[layer, :rows, :, :stop]
         if start is not None:
-            keys[:, :, start:] = k
-            values[:, :, start:] = v
+            keys.narrow(2, start, n_new).copy_(k)
+            values.narrow(2, start, n_new).copy_(v)
         else:
             row, position = torch.arange(rows, device=k.device)[:, None], self.positions(n_new)
             keys[row, :, position] = k.transpose(1, 2)  # indexed so, the target is [B,T,H,D]

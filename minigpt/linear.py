@@ -94,10 +94,10 @@ class Unpacked(Product):
     most = 512
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        multiply = torch.ops.mkldnn._linear_pointwise
+        multiply = torch.ops.mkldnn._linear_pointwise.default
         bias = None if bias is None else bias.contiguous()  # it takes another for contiguous
         rows = x.numel() // x.shape[-1]
-        if rows == self._size(rows):
+        if rows <= 8 or rows == self._size(rows):
             whole: Tensor = multiply(x, self.weight, bias, "none", [], "")
             return whole
         out = x.new_empty(*x.shape[:-1], self.weight.shape[0])
