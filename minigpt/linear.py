@@ -46,7 +46,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of `ids`."""
-        if self.packed and self.weight.is_cpu:
+        if self.packed and self.weight.is_cpu and self.weight.dtype == torch.float32:
             self.packed.of(self.weight)  # the largest first: while it is packed, memory holds it twice
         return super().forward(ids)
 
@@ -128,8 +128,8 @@ class Float16(Product):
 
     def __init__(self, weight: Tensor) -> None:
         low, high = weight.aminmax()
-        if max(-low, high) > torch.finfo(torch.float16).max:
-            raise CheckpointError("a weight is too large for float16: use float32")
+        if not float(torch.maximum(-low, high)) <= torch.finfo(torch.float16).max:
+            raise CheckpointError("a weight is not a number, or too large for float16: use float32")
         self._keep(weight.contiguous())
 
     def _keep(self, weight: Tensor) -> None:
@@ -214,7 +214,7 @@ def chosen(formats: tuple[type[Product], ...]) -> type[Product]:
 
 
 @functools.cache
-def works(product: Callable[[Tensor], Product]) -> bool:
+def works(product: Any) -> bool:  # a type[Product], which mypy does not take for hashable
     """Whether this PyTorch has the operators of `product`, and this CPU computes the right numbers with them."""
     K, N = 64, 40
     weight = torch.arange(N * K, dtype=torch.float32, device="cpu").mul_(0.7).sin_().view(N, K)

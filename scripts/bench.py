@@ -2,11 +2,11 @@
 
     python scripts/bench.py [--size 124M | --model FOLDER] [--rounds 5] [--json FILE] [--picture FILE.png]
 
-transformers comes with the test extra; llama-cpp-python, ctranslate2 and OpenVINO with the bench extra (all of them need
-minutes to install, llama-cpp-python a compiler). What an engine needs in a format of its own is made from the model's
-folder and kept in --work. Each engine lives in its own process and sleeps while another is measured; in each round, each
-engine does each work once, and what counts is the median over the rounds. The time of a decoding step is that of N + 1
-new tokens less that of 1, divided by N. All of them decode greedily, with no end token, and use the same threads.
+transformers, llama-cpp-python, ctranslate2 and OpenVINO come with the bench extra (llama-cpp-python needs a compiler and
+minutes). What an engine needs in a format of its own is made from the model's folder and kept in --work. Each engine
+lives in its own process and sleeps while another is measured; in each round, each engine does each work once, and what
+counts is the median over the rounds. The time of a decoding step is that of N + 1 new tokens less that of 1, divided by
+N. All of them decode greedily, with no end token, and use the same threads.
 
 The memory limit of a step is the time to read the weights, and the keys and values of all earlier tokens, once, at the
 speed at which torch.sum reads 512 MB with as many threads (on CUDA: 4 GB), measured between the engines in every round.
@@ -50,7 +50,7 @@ GROWTH = {f"decode, prompt {n}": (n, 1) for n in (16, 128, 256, 512, 768, 960)} 
 
 
 class Engine:
-    """An engine with a model loaded. `dtypes` are those that it offers on a CPU; `batches`: whether it takes several rows."""
+    """An engine with a model loaded. dtypes: those that it has on a CPU. batches: whether it takes several rows."""
 
     package = ""
     dtypes: tuple[str, ...] = ()

@@ -20,6 +20,14 @@ torch.set_num_threads(1)  # the models are tiny: a second thread would only wait
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="the long versions of test_soak.py and test_signals.py")
+    parser.addoption("--plain", action="store_true", help="as with a torch without the operators of minigpt/linear.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--plain"):
+        from minigpt import linear
+
+        linear.works = lambda product: product.__name__.startswith("Plain")
 
 
 @pytest.fixture(scope="session")
