@@ -140,8 +140,10 @@ def _add_score(commands: Any) -> None:
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
-    group.add_argument("--dtype", default="float32", help="float32; on CUDA also float16, bfloat16 [float32]")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads [PyTorch's choice]")
+    group.add_argument(
+        "--dtype", default="float32", help="float32, float16; on a CPU also int8, on CUDA bfloat16 [float32]"
+    )
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads [all CPUs that it may use]")
 
 
 def _add_attention(commands: Any) -> None:
@@ -209,7 +211,7 @@ def _add_parity(commands: Any) -> None:
         "--dtype",
         nargs="+",
         action="extend",
-        help="one or several formats, each checked; on a CPU only float32 [float32]",
+        help="one or several formats, each checked: float32, float16; on a CPU int8, on CUDA bfloat16 [float32]",
     )
     group.add_argument("--json", action="store_true", help="one JSON object with every check")
 

@@ -168,8 +168,11 @@ def _generate(args: argparse.Namespace) -> None:
         seconds = time.perf_counter() - started
         import torch
 
+        from minigpt.linear import describe
+
         loaded = f"{size:,} parameters on {lm.device}, {lm.dtype}, loaded in {seconds:.2f} s"
-        note(f"{args.model}: {loaded}, {torch.get_num_threads()} threads")
+        products = describe(lm.model.output)
+        note(f"{args.model}: {loaded}, {torch.get_num_threads()} threads, matrix products by {products}")
     if ids is None and lm.tokenizer is not None:
         ids = lm.tokenizer.encode(text, special=args.special)
     prompt = text if ids is None else ids  # text without a tokenizer: the library says what to do
@@ -224,8 +227,7 @@ def _load(args: argparse.Namespace) -> LanguageModel:
 
     from minigpt.generation import load
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads or min(torch.get_num_threads(), _container_cpus()))
     return load(
         args.model,
         device=args.device,
@@ -234,6 +236,21 @@ def _load(args: argparse.Namespace) -> LanguageModel:
         offline=args.offline,
         progress=True,
     )
+
+
+def _container_cpus(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many CPUs the process's container may keep busy: with more threads than that, all of them wait by turns.
+
+    PyTorch knows the affinity of the process, not this limit: cpu.max of cgroup 2, two files of cgroup 1.
+    """
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((groups / name).read_text() for name in names).split()
+            if int(quota) > 0:
+                return max(1, int(quota) // int(period))
+        except (OSError, ValueError):  # no such file; "max": no limit
+            continue
+    return os.cpu_count() or 1
 
 
 def _print_completions(
@@ -480,6 +497,7 @@ def _parity(args: argparse.Namespace) -> None:
     from minigpt import parity
     from minigpt.published import row, to_json
 
+    torch.set_num_threads(min(torch.get_num_threads(), _container_cpus()))
     checks = parity.run(
         args.model,
         prompts=[well_formed(text) for text in args.prompt],

@@ -210,11 +210,11 @@ FORMATS: dict[torch.dtype, tuple[type[Product], ...]] = {  # the first that work
 
 def chosen(formats: tuple[type[Product], ...]) -> type[Product]:
     """The first of them that works here."""
-    return next(product for product in formats if works(product))
+    return next(product for product in formats if works(product))  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.cache
-def works(product: Any) -> bool:  # a type[Product], which mypy does not take for hashable
+def works(product: type[Product]) -> bool:
     """Whether this PyTorch has the operators of `product`, and this CPU computes the right numbers with them."""
     K, N = 64, 40
     weight = torch.arange(N * K, dtype=torch.float32, device="cpu").mul_(0.7).sin_().view(N, K)

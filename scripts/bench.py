@@ -2,11 +2,11 @@
 
     python scripts/bench.py [--size 124M | --model FOLDER] [--rounds 5] [--json FILE] [--picture FILE.png]
 
-transformers, llama-cpp-python, ctranslate2 and OpenVINO come with the bench extra (llama-cpp-python needs a compiler and
-minutes). What an engine needs in a format of its own is made from the model's folder and kept in --work. Each engine
-lives in its own process and sleeps while another is measured; in each round, each engine does each work once, and what
-counts is the median over the rounds. The time of a decoding step is that of N + 1 new tokens less that of 1, divided by
-N. All of them decode greedily, with no end token, and use the same threads.
+transformers, llama-cpp-python, ctranslate2 and OpenVINO come with the bench extra (llama-cpp-python wants a compiler).
+What an engine needs in a format of its own is made from the model's folder and kept in --work. Each engine lives in its
+own process and sleeps while another is measured; in each round, each engine does each work once, and what counts is
+the median over the rounds. The time of a decoding step is that of N + 1 new tokens less that of 1, divided by N. All of
+them decode greedily, with no end token, and use the same threads.
 
 The memory limit of a step is the time to read the weights, and the keys and values of all earlier tokens, once, at the
 speed at which torch.sum reads 512 MB with as many threads (on CUDA: 4 GB), measured between the engines in every round.

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import minigpt
-from minigpt import GPT2, GPT2Config, Tokenizer
+from minigpt import GPT2, GPT2Config, Tokenizer, cli
 from minigpt.arguments import make_parser
 from minigpt.cli import main
+from minigpt.linear import FORMATS, chosen
 
 GENERATE = ["generate", "--offline", "--device", "cpu"]
 
@@ -120,7 +121,8 @@ def test_stats_go_to_stderr(run: Any) -> None:
 
 
 def test_verbose_says_what_was_loaded(run: Any) -> None:
-    assert "parameters on cpu" in run(*GENERATE, "Hello", "-n", "1", "-v")[2]
+    said = run(*GENERATE, "Hello", "-n", "1", "-v", "--dtype", "int8")[2]
+    assert "parameters on cpu, torch.int8" in said and f"matrix products by {chosen(FORMATS[torch.int8]).name}" in said
 
 
 # Prompts
@@ -218,14 +220,26 @@ def test_echo_is_the_prompt_and_then_what_comes_without_it(run: Any, prompt: str
     assert run(*GENERATE, prompt, "-n", "4", "--echo") == (0, prompt + alone[1], "")
 
 
-def test_threads_are_set_only_on_request(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own choice respects the affinity and OMP_NUM_THREADS."""
+def test_threads_are_those_that_the_process_may_use(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    run(*GENERATE, "a", "-n", "1")
-    assert asked == []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     run(*GENERATE, "a", "-n", "1", "--threads", "3")
-    assert asked == [3]
+    monkeypatch.setattr(cli, "_container_cpus", lambda: 2)
+    run(*GENERATE, "a", "-n", "1")
+    assert asked == [3, 2]
+    monkeypatch.undo()
+    (tmp_path / "cpu").mkdir()
+    assert cli._container_cpus(tmp_path) == os.cpu_count()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("150000\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cli._container_cpus(tmp_path) == 1
+    for text, cpus in (("400000 100000", 4), ("50000 100000", 1)):
+        (tmp_path / "cpu.max").write_text(f"{text}\n")
+        assert cli._container_cpus(tmp_path) == cpus
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    assert cli._container_cpus(tmp_path) == os.cpu_count()
 
 
 def test_an_unknown_model_is_one_clear_line(run: Any) -> None:
