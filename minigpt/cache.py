@@ -33,9 +33,9 @@ class KVCache:
         head_dim = config.n_embd // config.n_head
         shape = (config.n_layer, batch_size, config.n_head, max_len or config.n_positions, head_dim)
         # Zeros, not empty: a hidden position has weight 0, and 0 * NaN would still be NaN.
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        # In memory keys are [L,B,H,D,S]: one query times all of them is then up to 1.4 times as fast (batches, Zen 5).
-        self.keys = torch.zeros_like(self.values.transpose(3, 4), memory_format=torch.contiguous_format).transpose(3, 4)
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        if self.keys.is_cpu:  # one query times all keys is up to 1.4 times as fast if they lie as [L,B,H,D,S] (Zen 5)
+            self.keys = self.keys.view(*shape[:3], head_dim, shape[3]).transpose(3, 4)
         self.lengths = [0] * batch_size
 
     @property
@@ -84,6 +84,10 @@ class KVCache:
         view.lengths = [0]
         return view
 
+    def fixed(self, starts: Tensor) -> FixedCache:
+        """All rows on the same memory, for steps whose shapes do not depend on the lengths: those are in `starts`."""
+        return FixedCache(self, starts)
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make row `target` a copy of the first `length` tokens of row `source`."""
         for part in (self.keys, self.values):
@@ -95,4 +99,38 @@ class KVCache:
         if max_len > self.max_len:
             more = max_len - self.max_len  # zeros after the last position
             self.values = F.pad(self.values, (0, 0, 0, more))
-            self.keys = F.pad(self.keys.transpose(3, 4), (0, more)).transpose(3, 4)
+            if self.keys.is_cpu:
+                self.keys = F.pad(self.keys.transpose(3, 4), (0, more)).transpose(3, 4)
+            else:
+                self.keys = F.pad(self.keys, (0, 0, 0, more))
+
+
+class FixedCache(KVCache):
+    """A KVCache for one new token per row, in which no Python number changes from step to step: for a CUDA graph.
+
+    Every step sees all `max_len` positions of all rows in use or not, and the mask hides what a row does not hold. The
+    lengths are read from `starts` [B] on the device, so only the caller can check them: each must be below `max_len`.
+    """
+
+    def __init__(self, cache: KVCache, starts: Tensor) -> None:
+        self.keys, self.values, self.starts = cache.keys, cache.values, starts
+        self.rows = torch.arange(len(starts), device=starts.device)
+        self.lengths = [0] * len(starts)  # so many rows
+
+    @property
+    def start(self) -> None:
+        """Rows may differ in length."""
+
+    def positions(self, n_new: int) -> Tensor:
+        """Positions of the next token of each row, [B,1]."""
+        return self.starts[:, None]
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new token's keys and values, [B,H,1,D], and return the whole block's, [B,H,max_len,D]."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.rows, :, self.starts] = k[:, :, 0]  # indexed so, the target is [B,H,D]
+        values[self.rows, :, self.starts] = v[:, :, 0]
+        return keys, values
+
+    def advance(self, n_new: int) -> None:
+        """Nothing: the caller moves `starts`."""

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from minigpt.config import GPT2Config
 from minigpt.errors import CheckpointError
-from minigpt.hub import INDEX, PICKLES, WEIGHTS, cure, read_json, sha256
+from minigpt.hub import INDEX, MAX_HEADER, PICKLES, WEIGHTS, cure, read_json, sha256
 from minigpt.hub import locate as locate  # exported again: whoever loads a checkpoint needs it too
 from minigpt.hub import weight_files as weight_files
 from minigpt.linear import Linear, Packed
@@ -76,10 +76,12 @@ class _Stored(NamedTuple):
 def _header(path: Path) -> dict[str, _Stored]:
     """The tensors of a safetensors file, by their names in it. Reads the header only."""
     try:
-        with open(path, "rb"), safe_open(path, framework="pt"):
-            pass  # the library checks it all: sizes, overlaps, gaps, the file's length
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            with safe_open(path, framework="pt"):
+                pass  # the library checks it all: sizes, overlaps, gaps, the file's length
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -216,8 +218,8 @@ def load_model(
         model.load_state_dict(state, assign=True)
         if torch.device(device).type == "cpu" and dtype == torch.float32:
             _choose_products(model, tensors, products)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: the weights cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a file that has become shorter since it was checked
+        raise CheckpointError(f"{folder}: the weights cannot be read: {getattr(error, 'strerror', error)}") from error
     model.make_masks(device)
     return model.requires_grad_(False).eval()
 
@@ -298,24 +300,28 @@ def save(model: GPT2, folder: str | os.PathLike[str], dtype: torch.dtype | None 
     dtype: a float format for the file, the model's own where not given. A vocabulary is not written: copy it beside.
     transformers loads the result. Every file appears whole or not at all, config.json last.
 
-    Raises CheckpointError if the folder holds a model already, ValueError for a dtype that is no float.
+    Raises CheckpointError if the folder holds a model already, or cannot be written; ValueError for a dtype that is no
+    float.
     """
     folder, dtype = Path(folder), dtype or model.wte.weight.dtype
     if dtype not in _DTYPE_NAMES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPE_NAMES))}, not {dtype}")
     names = ("config.json", "generation_config.json", INDEX, "*.safetensors", *PICKLES)
-    present = [path.name for name in names for path in folder.glob(name)]
-    if present:
-        raise CheckpointError(f"{folder} holds a model already ({present[0]}): choose another folder")
     tokens = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.to_dict()["eos_token_id"]}
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
-        temp = Path(temporary)
-        _write_weights(temp / WEIGHTS, model, dtype)
-        (temp / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
-        (temp / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
-        for name in (WEIGHTS, "generation_config.json", "config.json"):
-            os.replace(temp / name, folder / name)
+    try:
+        present = [path.name for name in names for path in folder.glob(name)]
+        if present:
+            raise CheckpointError(f"{folder} holds a model already ({present[0]}): choose another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            temp = Path(temporary)
+            _write_weights(temp / WEIGHTS, model, dtype)
+            (temp / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
+            (temp / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
+            for name in (WEIGHTS, "generation_config.json", "config.json"):
+                os.replace(temp / name, folder / name)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        raise CheckpointError(f"cannot save to {folder}: {getattr(error, 'strerror', error)}") from error
 
 
 def _write_weights(path: Path, model: GPT2, dtype: torch.dtype) -> None:

@@ -7,6 +7,8 @@ Exit codes: 0; 1 a problem with the model, the prompt, a file or the device; 2 u
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import math
 import os
@@ -41,8 +43,19 @@ class _Stopped(KeyboardInterrupt):
     """SIGINT or SIGTERM arrived while text was coming: unwinds, so that what was written so far is kept."""
 
 
+class _Closed(io.TextIOBase):
+    """Standard output where the caller closed it: what would be lost is an error."""
+
+    def write(self, text: str) -> int:
+        if text:
+            raise OSError(errno.EBADF, "it is closed", "standard output")
+        return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Usage errors and --help raise SystemExit, as argparse does."""
+    if sys.stdout is None:
+        sys.stdout = _Closed()
     if sys.stderr is None:  # closed: print would take standard output for it
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

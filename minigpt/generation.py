@@ -22,6 +22,7 @@ from minigpt import attention, checkpoint, scoring
 from minigpt.cache import KVCache
 from minigpt.config import GPT2Config, SamplingParams, integer
 from minigpt.errors import DeviceError, MiniGPTError, PromptError
+from minigpt.graph import DecodeStep
 from minigpt.model import GPT2, undisturbed
 from minigpt.scoring import Score
 from minigpt.sequence import Completion, Failure, Prompt, Request, Row, Step, Task, encode, is_one_prompt
@@ -333,6 +334,7 @@ class LanguageModel:
         A row that draws nothing comes with None, and so does one that fails: it ends with its `error` set.
         """
         cache: KVCache | None = None
+        graph = DecodeStep(self.model, heads)
         active: list[Row] = []  # row i of the cache belongs to active[i]
         while True:
             while len(active) < slots and (row := next(waiting, None)) is not None:
@@ -352,7 +354,7 @@ class LanguageModel:
             if not active or cache is None:
                 return
             with undisturbed(self.model), torch.inference_mode():
-                logits = self._decode(active, cache, heads)
+                logits = self._decode(active, cache, heads, graph)
             for index, row in enumerate(active):
                 yield row, row.accept(logits[index])
             self._drop_finished(active, cache)
@@ -378,7 +380,7 @@ class LanguageModel:
         cache.lengths[slot] = view.lengths[0]
         return self.model.head(hidden[0, -1])
 
-    def _decode(self, active: list[Row], cache: KVCache, heads: Heads) -> Tensor:
+    def _decode(self, active: list[Row], cache: KVCache, heads: Heads, graph: DecodeStep) -> Tensor:
         """Feed each row's last token; returns the logits after it, [B,V]."""
         for slot, row in enumerate(active):
             if cache.lengths[slot] == self.config.n_positions:  # only a row that slides gets here
@@ -386,7 +388,10 @@ class LanguageModel:
                 cache.lengths[slot] = 0
                 if len(row.context) > 1:
                     self._prefill(row.context[:-1], cache, slot, heads)
-        ids = torch.tensor([[row.history[-1]] for row in active], device=self.device)  # (B, 1)
+        last = [row.history[-1] for row in active]
+        if (logits := graph(last, cache)) is not None:  # on CUDA, when it pays
+            return logits
+        ids = torch.tensor(last, device=self.device)[:, None]  # (B, 1)
         return self.model.head(self.model.hidden(ids, cache, ablate=heads)[:, -1])
 
     def _drop_finished(self, active: list[Row], cache: KVCache) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from minigpt.errors import CheckpointError, ModelNotFoundError
+from minigpt.errors import CheckpointError, MiniGPTError, ModelNotFoundError
 
 ALIASES = {
     "gpt2": "openai-community/gpt2",
@@ -31,6 +31,8 @@ ALIASES = {
 }
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_HEADER = 2**25  # bytes of a JSON or text file, or of a weight file's header: in memory it can grow thirtyfold
+_MAX_DEPTH = 50  # of JSON: deeper is a trap for whoever compares or prints it
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # What is downloaded beside the weights, where the repository has it. The official ones hold gigabytes of other formats.
 _SIDE_FILES = (
@@ -302,14 +304,35 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError if it cannot be read, or is something else."""
+def read_json(path: Path, error: type[MiniGPTError] = CheckpointError) -> dict[str, Any]:
+    """The object in a JSON file. Raises `error` if it cannot be read, or is something else."""
     try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Is this the folder of a model?") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): {cure(path)}") from error
+        data = json.loads(read_text(path, error))
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{path} is not valid JSON ({problem}): {cure(path)}") from None
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(data).__name__}: {cure(path)}")
+        raise error(f"{path} must hold a JSON object, not {type(data).__name__}: {cure(path)}")
+    level: list[Any] = [data]
+    for _ in range(_MAX_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [child for items in inner for child in items if isinstance(child, (dict, list))]
+    if level:
+        raise error(f"{path} is nested too deeply: {cure(path)}")
     return data
+
+
+def read_text(path: Path, error: type[MiniGPTError] = CheckpointError) -> str:
+    """A UTF-8 file, without the byte order mark that it may begin with. Raises `error` if it cannot be read."""
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would never end
+            raise error(f"{path} cannot be read: it is not a file")
+        with open(path, "rb") as file:
+            data = file.read(MAX_HEADER + 1)
+    except OSError as problem:
+        raise error(f"{path} cannot be read: {problem.strerror}. Is this the folder of a model?") from problem
+    if len(data) > MAX_HEADER:
+        raise error(f"{path} is larger than {MAX_HEADER >> 20} MiB: it does not belong to a GPT-2 model")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is not UTF-8 ({problem}): {cure(path)}") from None

@@ -119,7 +119,9 @@ class MultiHeadAttention(nn.Module):
     def _join(self, heads: Tensor, ablate: Collection[int]) -> Tensor:
         """The heads' outputs [B,H,T,D] side by side, through W_O: [B,T,E]."""
         if ablate:
-            heads = heads.index_fill(1, torch.tensor(sorted(ablate), device=heads.device), 0.0)
+            heads = heads.clone()
+            for head in ablate:  # filled, not indexed with a tensor from the host, which no CUDA graph can hold
+                heads[:, head].zero_()
         B, H, T, D = heads.shape
         joined = heads.transpose(1, 2).contiguous().view(B, T, H * D)  # (B, H, T, D) -> (B, T, H*D)
         out: Tensor = self.output_dropout(self.c_proj(joined))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minigpt.config import SamplingParams
+from minigpt.config import SamplingParams, shown
 from minigpt.errors import CheckpointError, MiniGPTError
 
 
@@ -26,7 +26,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     for name, ids in (("logit_bias", params.logit_bias), ("suppress_tokens", params.suppress_tokens)):
         for token in ids:
             if token >= vocab_size:
-                raise ValueError(f"{name} has token id {token}, but the vocabulary has only {vocab_size} ids")
+                raise ValueError(f"{name} has token id {shown(token)}, but the vocabulary has only {vocab_size} ids")
 
 
 def process(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minigpt.config import SamplingParams
+from minigpt.config import SamplingParams, shown
 from minigpt.errors import CheckpointError, MiniGPTError, PromptError, TokenizerError
 from minigpt.sampling import check_params, draw, log_probabilities, process
 from minigpt.tokenizer import TextStream
@@ -99,7 +99,7 @@ def encode(lm: LanguageModel, prompt: Prompt) -> list[int]:
         raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
     for item in ids:
         if not 0 <= item < size:
-            raise PromptError(f"token id {item} is outside the vocabulary (0 to {size - 1})")
+            raise PromptError(f"token id {shown(item)} is outside the vocabulary (0 to {size - 1})")
     return ids
 
 

@@ -20,6 +20,7 @@ torch.set_num_threads(1)  # the models are tiny: a second thread would only wait
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="the long versions of test_soak.py and test_signals.py")
+    parser.addoption("--fuzz-cases", type=int, default=300, metavar="N", help="damaged files in test_fuzz.py [300]")
     parser.addoption("--plain", action="store_true", help="as with a torch without the operators of minigpt/linear.py")
 
 
@@ -34,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def soak(request: pytest.FixtureRequest) -> bool:
     """Whether the long versions are wanted."""
     return bool(request.config.getoption("--soak"))
+
+
+@pytest.fixture(scope="session")
+def fuzz_cases(request: pytest.FixtureRequest) -> int:
+    """How many damaged files to try; twice as many prompts."""
+    return int(request.config.getoption("--fuzz-cases"))
 
 
 @pytest.fixture(autouse=True)
