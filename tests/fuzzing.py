@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import selectors
@@ -171,7 +172,7 @@ def edited(draw: st.DrawFn, value: Any, keys: tuple[str, ...] = ()) -> bytes:
                 place.pop(key, None)
                 break
             else:
-                place[key] = draw(odd_values)
+                place[key] = copy.deepcopy(draw(odd_values))  # the next edit may be inside
                 break
     return to_json(value)
 

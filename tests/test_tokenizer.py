@@ -457,7 +457,7 @@ def bad_files() -> Iterator[Any]:
 
     yield case("truncated vocab", "vocab.json is not valid JSON", **PAIR | {"vocab_json": json.dumps(AB)[:-9]})
     yield case("git lfs pointer", "vocab.json is not valid JSON", **PAIR | {"vocab_json": "version https://git-lfs"})
-    yield case("list", "vocab.json does not hold a JSON object", **PAIR | {"vocab_json": list(AB)})
+    yield case("list", "vocab.json must hold a JSON object", **PAIR | {"vocab_json": list(AB)})
     yield case("empty", "vocab.json is not a map", **PAIR | {"vocab_json": {}})
     for id in (-1, 1.0, "7", True, None):
         yield case(f"id {id!r}", "vocab.json is not a map from tokens to ids", **PAIR | {"vocab_json": AB | {"c": id}})
