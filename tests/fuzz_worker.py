@@ -9,10 +9,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import resource
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +56,8 @@ def command(argv: list[str], stdin: str) -> str:
     streams = sys.stdin, sys.stdout, sys.stderr
     out, err = io.BytesIO(), io.BytesIO()
     sys.stdin = io.TextIOWrapper(io.BytesIO(bytes.fromhex(stdin)))
-    sys.stdout, sys.stderr = (io.TextIOWrapper(stream, encoding="utf-8", write_through=True) for stream in (out, err))
+    texts = [io.TextIOWrapper(stream, encoding="utf-8", write_through=True) for stream in (out, err)]
+    sys.stdout, sys.stderr = texts
     try:
         code: Any = main(argv)
     except SystemExit as stop:
@@ -64,8 +67,16 @@ def command(argv: list[str], stdin: str) -> str:
     shown, said = out.getvalue().decode(), err.getvalue().decode()
     assert code in (0, 1, 2), code
     assert "Traceback" not in said and bool(said) >= bool(code), said
-    assert code == 2 or said.count("\n") <= 1, said
+    assert code == 2 or said.count("minigpt: error: ") == code, said
     return f"{code}: {said.strip() or shown[:50]}"
+
+
+def peak_mib() -> float:
+    """Of this process since it began: ru_maxrss starts from what the tests' own process had."""
+    try:
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:
@@ -75,9 +86,8 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
         end, fault = command(**case) if "argv" in case else load(**case), ""
     except BaseException:
         end, fault = "fault", traceback.format_exc()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     seconds = time.process_time() - started
-    return {"end": end, "fault": fault, "seconds": seconds, "peak_mib": peak, "seen": seen[:5]}
+    return {"end": end, "fault": fault, "seconds": seconds, "peak_mib": peak_mib(), "seen": seen[:5]}
 
 
 if __name__ == "__main__":
