@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 from minigpt import __version__
 from minigpt.config import SamplingParams
+from minigpt.progress import one_line
 
 
 class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(one_line(message))
+
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.option_strings and arg_strings == ["--"]:  # older versions of argparse make --option=-- an empty list
             return self._get_value(action, "--")

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from minigpt.arguments import make_parser
 from minigpt.config import SamplingParams, integer, well_formed
 from minigpt.errors import MiniGPTError, PromptError
-from minigpt.progress import Progress, note
+from minigpt.progress import Progress, note, one_line
 from minigpt.records import as_record
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(code: int, message: str) -> int:
-    # One line of plain characters, whatever a file's names hold.
-    plain = "".join(char if char.isprintable() else " " for char in message[:2000])
-    note(f"minigpt: error: {plain}")
+    note(f"minigpt: error: {one_line(message)}")
     return code
 
 

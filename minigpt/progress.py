@@ -8,6 +8,11 @@ from contextlib import suppress
 from types import TracebackType
 
 
+def one_line(text: str) -> str:
+    """`text` as one line of plain characters, whatever a file's name or an argument holds, and not too long."""
+    return "".join(char if char.isprintable() else " " for char in text[:2000])
+
+
 def note(text: str, end: str = "\n") -> None:
     """Print to stderr, if there is one and somebody reads it: no work is lost where nobody does."""
     if sys.stderr is not None:

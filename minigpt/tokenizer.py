@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tiktoken
 
+from minigpt.config import shown
 from minigpt.errors import PromptError, TokenizerError
 from minigpt.vocabulary import END_OF_TEXT, Added, Vocabulary, gpt2_vocabulary, read_vocabulary, text_bytes
 
@@ -145,7 +146,7 @@ class Tokenizer:
         try:
             return self._bytes[index(id)]
         except KeyError:
-            raise PromptError(f"token id {id} is not one of the tokenizer's, below {self.n_vocab}") from None
+            raise PromptError(f"token id {shown(id)} is not one of the tokenizer's, below {self.n_vocab}") from None
 
 
 class TextStream:

@@ -15,16 +15,20 @@ speed at which torch.sum reads 512 MB with as many threads (on CUDA: 4 GB), meas
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import multiprocessing
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,6 +51,8 @@ WORKS = {
 GROWTH = {f"decode, prompt {n}": (n, 1) for n in (16, 128, 256, 512, 768, 960)} | {
     f"decode, batch {n}": (16, n) for n in (2, 4, 8, 16, 32)
 }
+
+WHOLE = "start to first token, peak memory"  # measured on whole processes, together
 
 
 class Engine:
@@ -104,6 +110,17 @@ class TransformersCompiled(Transformers):
     settings: ClassVar[dict[str, Any]] = {"cache_implementation": "static"}
 
 
+def made(path: Path, make: Callable[[Path], Any]) -> Path:
+    """`path`, made if it is not there: whole or not at all, since what is there is used again."""
+    if not path.exists():
+        part = path.with_name("part-" + path.name)
+        shutil.rmtree(part, ignore_errors=True)
+        part.unlink(missing_ok=True)
+        make(part)
+        part.rename(path)
+    return path
+
+
 class LlamaCpp(Engine):
     package = "llama-cpp-python"
     dtypes = ("float32", "float16", "int8")
@@ -112,10 +129,9 @@ class LlamaCpp(Engine):
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
         import llama_cpp
 
-        path = work / f"{dtype}.gguf"
-        if not path.exists():
-            write_gguf(folder, path, dtype)
-        self.model = llama_cpp.Llama(str(path), n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
+        path = made(work / f"{dtype}.gguf", lambda part: write_gguf(folder, part, dtype))
+        threading = {"n_threads": threads, "n_threads_batch": threads}
+        self.model = llama_cpp.Llama(str(path), n_ctx=1024, flash_attn=True, verbose=False, **threading)
 
     def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         self.model.reset()
@@ -171,10 +187,11 @@ class CTranslate2(Engine):
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
         import ctranslate2
 
-        path = work / f"ctranslate2-{dtype}"
-        if not path.exists():
+        def convert(part: Path) -> None:
             source = with_plain_tokenizer(folder, work / "with-tokenizer")
-            ctranslate2.converters.TransformersConverter(str(source)).convert(str(path), quantization=dtype)
+            ctranslate2.converters.TransformersConverter(str(source)).convert(str(part), quantization=dtype)
+
+        path = made(work / f"ctranslate2-{dtype}", convert)
         self.model = ctranslate2.Generator(str(path), compute_type=dtype, intra_threads=threads, inter_threads=1)
 
     def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -202,7 +219,8 @@ def with_plain_tokenizer(folder: Path, copy: Path) -> Path:
 
 
 class OpenVINO(Engine):
-    """int8 is its weights alone, with float32 activations; int8-bfloat16 has activations in bfloat16."""
+    """int8 and int8-bfloat16 have int8 weights, and as OpenVINO sets it an int8 cache and products in int8; what lies
+    between them is in float32 and in bfloat16."""
 
     package = "openvino"
     dtypes = ("float32", "int8", "int8-bfloat16")
@@ -210,19 +228,22 @@ class OpenVINO(Engine):
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
         import openvino
 
-        path = work / f"openvino-{dtype.split('-')[0]}"
-        if not path.exists():
+        def export(part: Path) -> None:
             from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
             quantization = OVWeightQuantizationConfig(bits=8) if dtype.startswith("int8") else None
             options = {"export": True, "compile": False, "quantization_config": quantization, "load_in_8bit": False}
-            OVModelForCausalLM.from_pretrained(str(folder), **options).save_pretrained(path)
+            OVModelForCausalLM.from_pretrained(str(folder), **options).save_pretrained(part)
+
+        path = made(work / f"openvino-{dtype.split('-')[0]}", export)
         precision = "bf16" if dtype.endswith("bfloat16") else "f32"
         settings = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": precision,
             "PERFORMANCE_HINT": "LATENCY",
         }
+        if dtype == "float32":
+            settings["KV_CACHE_PRECISION"] = "f32"  # else it is float16, and half the cache is read
         model = openvino.Core().compile_model(path / "openvino_model.xml", "CPU", settings)
         self.names = {name for port in model.inputs for name in port.get_names()}
         self.request = model.create_infer_request()
@@ -289,12 +310,15 @@ def serve(pipe: Connection, engine: type[Engine], arguments: tuple[Any, ...]) ->
             continue
         length, batch, new, vocabulary = task
         prompts = [[(7 * row + 31 * at) % vocabulary for at in range(length)] for row in range(batch)]
-        started = time.perf_counter()
-        done = loaded.generate(prompts, new)
-        pipe.send(time.perf_counter() - started)
-        assert [len(ids) for ids in done] == [new] * batch, (
-            f"{engine.__name__} gave {[len(ids) for ids in done]} tokens"
-        )
+        try:
+            started = time.perf_counter()
+            done = loaded.generate(prompts, new)
+            seconds = time.perf_counter() - started
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}".splitlines()[0])
+            continue
+        counts = [len(ids) for ids in done]
+        pipe.send(seconds if counts == [new] * batch else f"gave {counts} tokens instead of {new} each")
 
 
 class Process:
@@ -308,9 +332,22 @@ class Process:
         self.process.start()
         other.close()
 
+    def answer(self) -> Any:
+        """What it sends next. Raises RuntimeError if it ends instead: killed for memory, say."""
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(f"its process ended with exit code {self.process.exitcode}") from None
+
     def measure(self, *task: int) -> float:
-        self.pipe.send(task)
-        return self.pipe.recv()
+        """Seconds for that task; of the memory, bytes per second. Raises RuntimeError where it cannot."""
+        with contextlib.suppress(BrokenPipeError):  # the answer says why
+            self.pipe.send(task)
+        found = self.answer()
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return found
 
 
 def start(args: argparse.Namespace, folder: Path, work: Path) -> list[Process]:
@@ -325,7 +362,10 @@ def start(args: argparse.Namespace, folder: Path, work: Path) -> list[Process]:
             if dtype.split("-")[0] not in args.dtypes:
                 continue
             process = Process(name, dtype, engine, (folder, work, dtype, args.device, args.threads))
-            problem = process.pipe.recv()
+            try:
+                problem = process.answer()
+            except RuntimeError as error:
+                problem = str(error)
             print(f"{name} {dtype}: {problem or 'ready'}", file=sys.stderr)
             if problem is None:
                 running.append(process)
@@ -355,12 +395,20 @@ def measure(
             if new < 1:
                 continue
             bandwidths.append(memory.measure())
-            for engine in running:
+            for engine in list(running):
                 if batch > 1 and not engine.engine.batches:
                     continue
-                seconds = engine.measure(length, batch, 1, vocabulary)
-                if work.startswith("decode"):
-                    seconds = (engine.measure(length, batch, new + 1, vocabulary) - seconds) / new
+                try:
+                    if args.device == "cuda":  # caches and graphs are made anew for each shape: not to be timed
+                        engine.measure(length, batch, new + 1, vocabulary)
+                    seconds = engine.measure(length, batch, 1, vocabulary)
+                    if work.startswith("decode"):
+                        seconds = (engine.measure(length, batch, new + 1, vocabulary) - seconds) / new
+                except RuntimeError as error:
+                    print(f"{engine.name} {engine.dtype}: left out from {work} on: {error}", file=sys.stderr)
+                    engine.process.terminate()
+                    running.remove(engine)
+                    continue
                 if number:
                     results[work].setdefault(f"{engine.name} {engine.dtype}", []).append(seconds)
     memory.process.terminate()
@@ -408,9 +456,8 @@ def whole_processes(args: argparse.Namespace, folder: Path, config: GPT2Config) 
                     raise SystemExit(f"{name} failed: {' '.join(command)}")
                 peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
                 if number:
-                    results[work].setdefault(f"{name} float32", []).append(seconds if rounds > 1 else peak)
-            if rounds == 1:
-                print("peak memory", file=sys.stderr)
+                    results[work].setdefault(f"{name} float32", []).append(peak if work == "peak memory" else seconds)
+        print(work, file=sys.stderr)
     return results
 
 
@@ -425,6 +472,13 @@ def model_folder(args: argparse.Namespace) -> Path:
         layers, heads, width = SIZES[args.size]
         save(GPT2(GPT2Config(n_layer=layers, n_head=heads, n_embd=width)), folder)
     return folder
+
+
+def fingerprint(folder: Path) -> str:
+    """Which model it is: folders may share a name, and a folder may be written again."""
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    what = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
 
 
 def limit(config: GPT2Config, parameters: int, length: int, batch: int, bandwidth: float) -> float:
@@ -514,11 +568,20 @@ def main() -> None:
     if unknown := set(args.engines) - set(known):
         parser.error(f"unknown engine {unknown.pop()!r}: use {', '.join(known)}")
 
+    if unknown := set(args.dtypes) - {"float32", "float16", "int8" if args.device == "cpu" else "bfloat16"}:
+        parser.error(f"unknown dtype {unknown.pop()!r} on {args.device}")
+    if min(args.rounds, args.threads) < 1:
+        parser.error("--rounds and --threads must be at least 1")
+    if not any(args.works in name for name in (*WORKS, *GROWTH, WHOLE)):
+        parser.error(f"no work has {args.works!r} in its name: use {', '.join((*WORKS, WHOLE))}")
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"{args.model} holds no config.json: give a folder with a model in the official layout")
+
     args.work.mkdir(parents=True, exist_ok=True)
     folder = model_folder(args)
     config = GPT2Config.from_dict(json.loads((folder / "config.json").read_text()))
     parameters = sum(parameter.numel() for parameter in load(folder, device="cpu").model.parameters())
-    own = args.work / folder.name / "made"
+    own = args.work / f"{folder.name}-{fingerprint(folder)}"
     own.mkdir(parents=True, exist_ok=True)
     works = {name: work for name, work in {**WORKS, **(GROWTH if args.picture else {})}.items() if args.works in name}
     works = {name: work for name, work in works.items() if work[0] < config.n_positions}
@@ -527,7 +590,7 @@ def main() -> None:
     results, bandwidths = measure(args, running, works, config) if works else ({}, [])
     for process in running:
         process.process.terminate()
-    if args.device == "cpu" and (not args.works or args.works in "start to first token, peak memory"):
+    if args.device == "cpu" and args.works in WHOLE:
         results |= whole_processes(args, folder, config)
 
     bandwidth = statistics.median(bandwidths) if bandwidths else None

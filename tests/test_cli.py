@@ -498,7 +498,7 @@ def test_closed_standard_streams(folder: Path) -> None:
     no_input = subprocess.run(f"{command} - <&-", shell=True, capture_output=True, text=True)
     assert (no_input.returncode, no_input.stderr) == (1, "minigpt: error: standard input is closed\n")
     no_output = subprocess.run(f"{command} hello >&-", shell=True, capture_output=True, text=True)
-    assert (no_output.returncode, no_output.stderr) == (0, "")
+    assert (no_output.returncode, no_output.stderr) == (1, "minigpt: error: standard output: it is closed\n")
     no_errors = subprocess.run(f"{command} x -n 2 --stats -v 2>&-", shell=True, capture_output=True, text=True)
     assert no_errors.returncode == 0 and "tokens" not in no_errors.stdout
     failed = subprocess.run(f"{sys.executable} -m minigpt generate -m /nowhere x 2>&-", shell=True, capture_output=True)
@@ -511,3 +511,8 @@ def test_a_signal_leaves_no_broken_json(endless: list[str]) -> None:
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert (running.returncode, out, err) == (130, b"", b"")
+
+
+def test_a_usage_error_is_one_line_of_plain_characters(run: Any) -> None:
+    code, out, err = run("generate", "--no\nsuch\x1b[31m", "x")
+    assert (code, out) == (2, "") and "\x1b" not in err and err.splitlines()[-1].startswith("minigpt: error: ")

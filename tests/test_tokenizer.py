@@ -568,3 +568,8 @@ def test_half_an_official_file_is_never_used(official: Path, tmp_path: Path) -> 
             Tokenizer.from_folder(tmp_path, 50257)
         (tmp_path / name).unlink()
         (tmp_path / name).write_bytes(whole)
+
+
+def test_an_id_of_thousands_of_digits_is_refused_in_a_sentence() -> None:
+    with pytest.raises(PromptError, match="token id"):
+        Tokenizer.gpt2().decode([10**5000])

@@ -1,0 +1,105 @@
+"""scripts/bench.py on a tiny model, minigpt and transformers alone: the figures' shape, and faults of an engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import gpt2_folder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import bench
+
+
+def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, bench.__file__, *arguments]
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpt2_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_it_measures_minigpt_beside_transformers(folder: Path, tmp_path: Path) -> None:
+    """With one round, the bytes of a process were once given as its seconds."""
+    output = tmp_path / "out.json"
+    what = ("--model", folder, "--engines", "minigpt,transformers", "--dtypes", "float32", "--rounds", 1)
+    done = run(*what, "--threads", 1, "--work", tmp_path / "work", "--json", output)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.read_text())
+    found = result["seconds"]
+    decoding = {"decode, prompt 16", "decode, batch 8", "decode, batch 32"}  # what fits in 64 positions
+    assert found.keys() == {*decoding, "start to first token", "peak memory"} and result["limits"].keys() == decoding
+    for work, engines in found.items():
+        assert engines.keys() == {"minigpt float32", "transformers float32"}, work
+        assert all(len(values) == 1 for values in engines.values())
+        assert f"| {work} | transformers float32 | " in done.stdout
+    assert all(0.1 < values[0] < 300 for values in found["start to first token"].values())
+    assert all(50 < values[0] < 5000 for values in found["peak memory"].values())  # MB
+    assert result["bandwidth"] > 1e8 and result["versions"]["transformers"] and result["threads"] == 1
+
+
+def test_what_is_made_from_a_model_is_of_that_model(folder: Path, tmp_path: Path) -> None:
+    """Two folders of one name once shared what was made from the first."""
+    other = gpt2_folder(tmp_path / "tiny")
+    assert bench.fingerprint(other) != bench.fingerprint(folder) == bench.fingerprint(folder)
+
+
+def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
+    def fails(part: Path) -> None:
+        part.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.made(tmp_path / "model.gguf", fails)
+    path = bench.made(tmp_path / "model.gguf", lambda part: part.write_text("whole"))
+    assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
+
+
+class Ends(bench.Engine):
+    """Gives too few tokens, raises, or ends its process, as the batch says."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+        if len(prompts) == 1:
+            return [[0]]
+        if len(prompts) == 2:
+            raise ValueError("no")
+        sys.exit(9)
+
+
+def test_an_engine_that_fails_is_named_with_the_reason() -> None:
+    """It once took the results of all the others with it."""
+    process = bench.Process("ends", "float32", Ends, ())
+    assert process.answer() is None
+    reasons = {1: r"gave \[1\] tokens instead of 4", 2: "ValueError: no", 3: "exit code 9"}
+    for batch, reason in reasons.items():
+        with pytest.raises(RuntimeError, match=reason):
+            process.measure(8, batch, 4, 50)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--works decod3", "no work has 'decod3' in its name"),
+        ("--rounds 0", "must be at least 1"),
+        ("--dtypes flaot32", "unknown dtype 'flaot32' on cpu"),
+        ("--model nowhere", "nowhere holds no config.json"),
+        ("--engines vllm", "unknown engine 'vllm'"),
+    ],
+)
+def test_a_refused_option_is_exit_code_2(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments.split()])
+    with pytest.raises(SystemExit) as error:
+        bench.main()
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
