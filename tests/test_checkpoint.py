@@ -676,7 +676,7 @@ def test_a_failure_while_saving_leaves_no_model(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint if failing == "_write_weights" else checkpoint.os, failing, fail)
-    with pytest.raises(CheckpointError, match="cannot save to .*No space left"):
+    with pytest.raises(CheckpointError, match=r"cannot save to .*No space left"):
         save(model, tmp_path / "new")
     assert calls and list((tmp_path / "new").iterdir()) == []
 
