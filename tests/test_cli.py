@@ -484,7 +484,7 @@ def test_closed_standard_streams(folder: Path) -> None:
     no_input = subprocess.run(f"{command} - <&-", shell=True, capture_output=True, text=True)
     assert (no_input.returncode, no_input.stderr) == (1, "minigpt: error: standard input is closed\n")
     no_output = subprocess.run(f"{command} hello >&-", shell=True, capture_output=True, text=True)
-    assert (no_output.returncode, no_output.stderr) == (0, "")
+    assert (no_output.returncode, no_output.stderr) == (1, "minigpt: error: standard output: it is closed\n")
     no_errors = subprocess.run(f"{command} x -n 2 --stats -v 2>&-", shell=True, capture_output=True, text=True)
     assert no_errors.returncode == 0 and "tokens" not in no_errors.stdout
     failed = subprocess.run(f"{sys.executable} -m minigpt generate -m /nowhere x 2>&-", shell=True, capture_output=True)
