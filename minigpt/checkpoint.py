@@ -254,7 +254,8 @@ def empty_model(config: GPT2Config) -> GPT2:
 class _Mapping:
     """A weight file as memory, which the system fills from the file when it is first read, page by page.
 
-    Writes to it are private to this process. The file may be deleted meanwhile, but not be changed in place. The
+    Writes to it are private to this process. The file may be deleted meanwhile, but not be changed in place: where it
+    is made shorter, the system ends the process (SIGBUS), and Python has no way to meet that. The
     official files are not aligned to 4 bytes; measured on x86, that costs nothing.
     """
 

@@ -21,7 +21,7 @@ _ALIASES = {
 _REFUSED = ("add_cross_attention", "pruned_heads", "quantization_config")
 # The largest size that a config may give: a larger one is a slip, not a model.
 _MAX_SIZE = 2**31 - 1
-_MAX_POSITIONS = 2**15  # the causal mask has n_positions^2 bytes: 1 GiB here
+_MAX_POSITIONS = 2**14  # the causal mask has n_positions^2 bytes, and twice that while it is made: 512 MiB here
 
 
 def shown(value: Any) -> str:

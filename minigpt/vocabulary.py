@@ -59,16 +59,6 @@ class Vocabulary(NamedTuple):
     ids: Sequence[int]  # by rank; -1 for a byte that the vocabulary lacks
     others: Mapping[str, int]  # tokens that no merge makes
 
-    def find(self, spelling: str) -> int | None:
-        """The id of a token, spelled as in the file."""
-        if spelling in self.others:
-            return self.others[spelling]
-        try:
-            id = self.ids[self.tokens.index(_to_bytes(spelling))]
-        except (KeyError, ValueError):
-            return None
-        return None if id < 0 else id
-
 
 class Added(NamedTuple):
     """An added token: looked for in the text before BPE, a special one only on request."""
@@ -206,6 +196,18 @@ def _is_word(spelling: str) -> bool:
 
 def _added_tokens(folder: Path, pipeline: Any, config: Any, vocabulary: Vocabulary) -> dict[str, Added]:
     """Every added token that the folder's files list. Special are those marked so, and those that have a role."""
+    ranks = {token: rank for rank, token in enumerate(vocabulary.tokens)}
+
+    def find(spelling: str) -> int | None:
+        """The id of a token, spelled as in the file."""
+        if spelling in vocabulary.others:
+            return vocabulary.others[spelling]
+        try:
+            id = vocabulary.ids[ranks[_to_bytes(spelling)]]
+        except KeyError:
+            return None
+        return None if id < 0 else id
+
     roles: dict[str, Any] = {END_OF_TEXT: {}}
     for key, value in (read_json(folder / "special_tokens_map.json") | config).items():
         if key.endswith(("_token", "special_tokens")):  # bos_token: one; additional_special_tokens: many, even by name
@@ -219,7 +221,7 @@ def _added_tokens(folder: Path, pipeline: Any, config: Any, vocabulary: Vocabula
     path = folder / "added_tokens.json"
     found += [(path, {"content": text, "id": id}) for text, id in read_json(path).items()]
     # A role's token without an id is one that this vocabulary lacks.
-    ids = {text: vocabulary.find(text) for text in roles}
+    ids = {text: find(text) for text in roles}
     found += [(folder, {**roles[text], "content": text, "id": id}) for text, id in ids.items() if id is not None]
     added: dict[str, Added] = {}
     taken = {*vocabulary.ids, *vocabulary.others.values()}
@@ -228,7 +230,7 @@ def _added_tokens(folder: Path, pipeline: Any, config: Any, vocabulary: Vocabula
         for flag in ("single_word", "lstrip", "rstrip"):
             if item.get(flag):
                 raise TokenizerError(f"{path}: the added token {text!r} has {flag} set, which is not supported")
-        known = added[text].id if text in added else vocabulary.find(text)
+        known = added[text].id if text in added else find(text)
         if not text or type(id) is not int or id < 0 or (id != known and (known is not None or id in taken)):
             raise TokenizerError(f"{path}: the added token {text!r} has an id, {id!r}, that contradicts the rest")
         taken.add(id)

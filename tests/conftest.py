@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # the models are tiny: a second thread would only wait
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="the long versions of test_soak.py and test_signals.py")
-    parser.addoption("--fuzz-cases", type=int, default=300, metavar="N", help="damaged files in test_fuzz.py [300]")
+    parser.addoption("--fuzz-cases", type=int, default=120, metavar="N", help="damaged files in test_fuzz.py [120]")
     parser.addoption("--plain", action="store_true", help="as with a torch without the operators of minigpt/linear.py")
 
 

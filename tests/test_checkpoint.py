@@ -385,7 +385,7 @@ def test_nothing_matches(folder: Path) -> None:
         ({"vocab_size": 63}, "vocab_size is 63 but wte.weight has 64 rows"),
         ({"vocab_size": 2_000_000_000}, "vocab_size is 2000000000 but wte.weight has 64 rows"),
         ({"n_positions": 1024}, "n_positions is 1024 but wpe.weight has 32 rows"),
-        ({"n_positions": 30_000}, "n_positions is 30000 but wpe.weight has 32 rows"),
+        ({"n_positions": 16_000}, "n_positions is 16000 but wpe.weight has 32 rows"),
         ({"n_layer": 2}, "n_layer is 2 but 3 blocks are stored"),
         ({"n_layer": 4}, "n_layer is 4 but 3 blocks are stored"),
         ({"n_layer": 2_000_000_000}, "n_layer is 2000000000 but 3 blocks are stored"),

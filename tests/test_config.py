@@ -297,8 +297,8 @@ def test_the_module_does_not_import_torch() -> None:
 
 
 def test_a_context_whose_mask_would_fill_the_memory_is_refused() -> None:
-    GPT2Config(n_positions=32768)
-    with pytest.raises(ValueError, match="n_positions must be from 1 to 32768, not 200000"):
+    GPT2Config(n_positions=16384)
+    with pytest.raises(ValueError, match="n_positions must be from 1 to 16384, not 200000"):
         GPT2Config(n_positions=200000)
 
 

@@ -191,6 +191,27 @@ def test_damaged(kind: str, attempt: Any, good: dict[str, bytes], fuzz_cases: in
     fuzz(hostile_folder(good, kind), lambda files: attempt(files) and None, fuzz_cases // 5)
 
 
+def test_the_longest_context_a_token_of_a_megabyte_and_many_added_tokens(attempt: Any, good: dict[str, bytes]) -> None:
+    header, body = split(good["model.safetensors"])
+    config = json.loads(good["config.json"])
+    for positions in (2**14, 2**15):  # the mask alone would take 1 GiB
+        rows = bytes(positions * 4 * 4)
+        start, end = len(body), len(body) + len(rows)
+        mended = {**header, "x": header["wpe.weight"]}
+        mended["wpe.weight"] = {"dtype": "F32", "shape": [positions, 4], "data_offsets": [start, end]}
+        mended["h.0.attn.bias"] = mended.pop("x")
+        files = {**good, "model.safetensors": joined(to_json(mended), body + rows)}
+        files["config.json"] = to_json({**config, "n_positions": positions})
+        assert attempt(files).startswith("result" if positions == 2**14 else "CheckpointError: ")
+    runs = [2**n for n in range(1, 20)]
+    vocab = {**json.loads(good["vocab.json"]), **{"a" * run: 262 + n for n, run in enumerate(runs)}}
+    lines = [f"{'a' * (run // 2)} {'a' * (run // 2)}" for run in runs]
+    long = {**good, "vocab.json": to_json(vocab), "merges.txt": "\n".join([*MERGES[:3], *lines]).encode()}
+    assert attempt(long).startswith("TokenizerError")  # more ids than the model's, found in time
+    many = to_json({f"<extra {n}>": 263 + n for n in range(30_000)} | {"a" * n: -1 for n in range(3, 300)})
+    assert attempt({**good, "added_tokens.json": many}).startswith("TokenizerError")
+
+
 @pytest.mark.parametrize("what", SPECIAL)
 def test_not_a_file_or_far_too_large(what: str, attempt: Any, good: dict[str, bytes]) -> None:
     for name in ("config.json", "model.safetensors", "vocab.json", "merges.txt", "tokenizer.json", *SIDE_FILES):
