@@ -255,8 +255,8 @@ class _Mapping:
     """A weight file as memory, which the system fills from the file when it is first read, page by page.
 
     Writes to it are private to this process. The file may be deleted meanwhile, but not be changed in place: where it
-    is made shorter, the system ends the process (SIGBUS), and Python has no way to meet that. The
-    official files are not aligned to 4 bytes; measured on x86, that costs nothing.
+    is made shorter, the system ends the process (SIGBUS), and Python has no way to meet that. The official files are
+    not aligned to 4 bytes; measured on x86, that costs nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -279,16 +279,20 @@ class _Mapping:
 
     def packed(self, dtype: torch.dtype, name: str, item: _Stored, weight: Tensor) -> Packed:
         """`weight`, which is this tensor, to be packed from here."""
-        return Packed(dtype, weight, _turned(name, self.tensor(item)), functools.partial(self.release, item))
+        return Packed(dtype, weight, _turned(name, self.tensor(item)), functools.partial(self._packed, item))
+
+    def _packed(self, item: _Stored) -> None:
+        """A tensor is packed: its pages can go, and the copies that packing made."""
+        self.release(item)
+        # They leave gaps in the heap, a quarter of the weights in all, which glibc gives back only when asked to.
+        if trim := getattr(ctypes.pythonapi, "malloc_trim", None):
+            trim(0)
 
     def release(self, item: _Stored | None = None) -> None:
         """Give back the memory of a tensor, or of all, that nobody wrote to: the file still has it."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start, end = (item.start - item.start % mmap.PAGESIZE, item.end) if item else (0, len(self.memory))
             self.memory.madvise(mmap.MADV_DONTNEED, start, end - start)
-        # Packing leaves gaps in the heap, a quarter of the weights in all, which glibc gives back only when asked to.
-        if trim := getattr(ctypes.pythonapi, "malloc_trim", None):
-            trim(0)
 
 
 def _turned(name: str, tensor: Tensor) -> Tensor:

@@ -238,7 +238,7 @@ def _load(args: argparse.Namespace) -> LanguageModel:
 
     from minigpt.generation import load
 
-    torch.set_num_threads(args.threads or min(torch.get_num_threads(), _container_cpus()))
+    torch.set_num_threads(args.threads or _usable_threads())
     return load(
         args.model,
         device=args.device,
@@ -247,6 +247,13 @@ def _load(args: argparse.Namespace) -> LanguageModel:
         offline=args.offline,
         progress=True,
     )
+
+
+def _usable_threads() -> int:
+    """PyTorch's own choice, but no more than the container's CPUs."""
+    import torch
+
+    return min(torch.get_num_threads(), _container_cpus())
 
 
 def _container_cpus(groups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -508,7 +515,7 @@ def _parity(args: argparse.Namespace) -> None:
     from minigpt import parity
     from minigpt.published import row, to_json
 
-    torch.set_num_threads(min(torch.get_num_threads(), _container_cpus()))
+    torch.set_num_threads(_usable_threads())
     checks = parity.run(
         args.model,
         prompts=[well_formed(text) for text in args.prompt],

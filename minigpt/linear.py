@@ -164,7 +164,7 @@ class Int8(Product):
         self._keep(weight.contiguous(), scale)
 
     def _keep(self, weight: Tensor, scale: Tensor) -> None:
-        zeros = torch.zeros(len(scale), dtype=torch.long)
+        zeros = torch.zeros_like(scale, dtype=torch.long)
         with warnings.catch_warnings():  # that quantized tensors will go: without them, PlainInt8 takes over
             warnings.simplefilter("ignore")
             quantized = torch.quantize_per_channel(weight, scale.double(), zeros, 0, torch.qint8)
