@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from minigpt.config import GPT2Config
 from minigpt.errors import CheckpointError
-from minigpt.hub import INDEX, MAX_HEADER, PICKLES, WEIGHTS, cure, read_json, sha256
+from minigpt.hub import INDEX, MAX_HEADER, PICKLES, WEIGHTS, cure, is_file, read_json, sha256
 from minigpt.hub import locate as locate  # exported again: whoever loads a checkpoint needs it too
 from minigpt.hub import weight_files as weight_files
 from minigpt.linear import Linear, Packed
@@ -54,7 +54,7 @@ def read_config(folder: Path) -> GPT2Config:
 def end_ids(folder: Path, config: GPT2Config) -> tuple[int, ...]:
     """The ids that end a text: eos_token_id of generation_config.json, else of config.json, if in the vocabulary."""
     path = folder / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if os.path.isfile(path) else None
+    found = read_json(path).get("eos_token_id") if is_file(path) else None
     try:
         value = config.eos_token_id if found is None else replace(config, eos_token_id=found).eos_token_id
     except ValueError as error:

@@ -256,11 +256,11 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises CheckpointError if there are none, if a shard is missing, or if there are only pickles.
     """
-    if os.path.isfile(folder / WEIGHTS):
+    if is_file(folder / WEIGHTS):
         return [folder / WEIGHTS]
-    if os.path.isfile(folder / INDEX):
+    if is_file(folder / INDEX):
         files = [folder / name for name in _shards(folder / INDEX)]
-        missing = [path.name for path in files if not os.path.isfile(path)]
+        missing = [path.name for path in files if not is_file(path)]
         if missing:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             names = ", ".join(missing[:5]) + more
@@ -286,6 +286,16 @@ def _shards(index: Path) -> list[str]:
         if re.search(r"[/\\:\0]", name) or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} lists {name!r}: a shard must be a safetensors file in the same folder")
     return names
+
+
+def is_file(path: Path, error: type[MiniGPTError] = CheckpointError) -> bool:
+    """Whether there is such a file. Raises `error` for a folder, pipe or dead link: it must not count as absent."""
+    if os.path.isfile(path):
+        return True
+    if os.path.lexists(path):
+        kind = "not a file" if os.path.exists(path) else "a link to nothing"
+        raise error(f"{path} cannot be read: it is {kind}: delete it and download it again")
+    return False
 
 
 def cure(path: Path) -> str:
@@ -324,8 +334,7 @@ def read_json(path: Path, error: type[MiniGPTError] = CheckpointError) -> dict[s
 def read_text(path: Path, error: type[MiniGPTError] = CheckpointError) -> str:
     """A UTF-8 file, without the byte order mark that it may begin with. Raises `error` if it cannot be read."""
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would never end
-            raise error(f"{path} cannot be read: it is not a file")
+        is_file(path, error)  # a pipe would never end
         with open(path, "rb") as file:
             data = file.read(MAX_HEADER + 1)
     except OSError as problem:

@@ -89,7 +89,8 @@ def read_vocabulary(folder: Path, vocab_size: int) -> tuple[Vocabulary, dict[str
             raise TokenizerError(f"{config_path}: {name} is not supported")
     pipeline = _read_pipeline(pipeline_path)
     vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
-    if vocab_path.is_file() and merges_path.is_file():
+    has_vocab, has_merges = _is_file(vocab_path), _is_file(merges_path)
+    if has_vocab and has_merges:
         if _is_official(vocab_path) and _is_official(merges_path):
             vocabulary = gpt2_vocabulary()
         else:
@@ -97,9 +98,9 @@ def read_vocabulary(folder: Path, vocab_size: int) -> tuple[Vocabulary, dict[str
     elif pipeline:
         merges_path, model = pipeline_path, pipeline["model"]
         vocabulary = _build(pipeline_path, model.get("vocab"), pipeline_path, model.get("merges"))
-    elif vocab_path.is_file() or merges_path.is_file():
+    elif has_vocab or has_merges:
         raise TokenizerError(f"{folder} has only one of vocab.json and merges.txt: copy the other one beside it")
-    elif pipeline_path.is_file() or (vocab_size >= 50257 and "GPT2" in str(config.get("tokenizer_class", "GPT2"))):
+    elif _is_file(pipeline_path) or (vocab_size >= 50257 and "GPT2" in str(config.get("tokenizer_class", "GPT2"))):
         vocabulary = gpt2_vocabulary()
     else:
         return None
@@ -244,7 +245,7 @@ def _read_pipeline(path: Path) -> dict[str, Any]:
 
     Raises TokenizerError, naming the setting, if it does anything that GPT-2's does not.
     """
-    if not path.is_file() or _is_official(path):
+    if not _is_file(path) or _is_official(path):
         return {}
     pipeline = read_json(path)
     for name, settings in _PIPELINE.items():
@@ -259,7 +260,11 @@ def _read_pipeline(path: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} if there is no such file."""
-    return hub.read_json(path, TokenizerError) if path.is_file() else {}
+    return hub.read_json(path, TokenizerError) if _is_file(path) else {}
+
+
+def _is_file(path: Path) -> bool:
+    return hub.is_file(path, TokenizerError)
 
 
 def _read_merges(path: Path) -> list[str]:
@@ -267,7 +272,7 @@ def _read_merges(path: Path) -> list[str]:
 
 
 def _is_official(path: Path) -> bool:
-    return path.is_file() and _digest(hub.read_text(path, TokenizerError)) == _OFFICIAL[path.name]
+    return _digest(hub.read_text(path, TokenizerError)) == _OFFICIAL[path.name]
 
 
 def _digest(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -507,8 +508,16 @@ def test_no_weights_and_no_folder(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "has no model.safetensors" in refused(folder)
     (folder / "model.safetensors").mkdir()
-    assert "has no model.safetensors" in refused(folder)
+    assert "model.safetensors cannot be read: it is not a file: delete it" in refused(folder)
     assert "config.json cannot be read" in refused(folder / "none")
+
+
+def test_end_ids_that_are_a_dead_link(folder: Path) -> None:
+    path = folder / "generation_config.json"
+    path.unlink(missing_ok=True)
+    path.symlink_to("nothing")
+    with pytest.raises(CheckpointError, match=re.escape(f"{path} cannot be read: it is a link to nothing: delete it")):
+        end_ids(folder, read_config(folder))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -548,6 +550,37 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_bytes(b"a b\nab\xff c\n")
     with pytest.raises(TokenizerError, match="is not UTF-8"):
         Tokenizer.from_folder(tmp_path, 10)
+
+
+SIDE_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_what_is_no_file_does_not_count_as_absent(official: Path, tmp_path: Path, name: str) -> None:
+    """Another vocabulary would take its place: a damaged cache holds links to nothing."""
+    for other in ("vocab.json", "merges.txt"):
+        (tmp_path / other).symlink_to(official / other)
+    for make, kind in (
+        (Path.mkdir, "not a file"),
+        (os.mkfifo, "not a file"),
+        (symlink_to_nothing, "a link to nothing"),
+    ):
+        path = tmp_path / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        make(path)
+        with pytest.raises(TokenizerError, match=re.escape(f"{path} cannot be read: it is {kind}: delete it")):
+            Tokenizer.from_folder(tmp_path, 50257)
+
+
+def symlink_to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
 
 
 def test_half_an_official_file_is_never_used(official: Path, tmp_path: Path) -> None:
