@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from minigpt import GPT2, GPT2Config, load, save
+from minigpt import GPT2, GPT2Config, __version__, load, save
 
 SIZES = {"124M": (12, 12, 768), "355M": (24, 16, 1024), "774M": (36, 20, 1280), "1558M": (48, 25, 1600)}  # L, H, E
 NEW = 32  # tokens of a measurement of decoding
@@ -44,11 +44,11 @@ WORKS = {
     "prefill 512": (512, 1),
     "decode, prompt 16": (16, 1),
     "decode, prompt 512": (512, 1),
-    "decode, prompt 960": (960, 1),
+    "decode, prompt 984": (984, 1),  # 1000 tokens in the middle of its steps
     "decode, batch 8": (16, 8),
     "decode, batch 32": (16, 32),
 }
-GROWTH = {f"decode, prompt {n}": (n, 1) for n in (16, 128, 256, 512, 768, 960)} | {
+GROWTH = {f"decode, prompt {n}": (n, 1) for n in (16, 128, 256, 512, 768, 984)} | {
     f"decode, batch {n}": (16, n) for n in (2, 4, 8, 16, 32)
 }
 
@@ -109,6 +109,11 @@ class TransformersCompiled(Transformers):
 
     settings: ClassVar[dict[str, Any]] = {"cache_implementation": "static"}
 
+    def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
+        super().__init__(folder, work, dtype, device, threads)
+        # Each work has a static cache of its own shape: after 8 of them torch would stop compiling.
+        torch._dynamo.config.recompile_limit = 64
+
 
 def made(path: Path, make: Callable[[Path], Any]) -> Path:
     """`path`, made if it is not there: whole or not at all, since what is there is used again."""
@@ -130,8 +135,10 @@ class LlamaCpp(Engine):
         import llama_cpp
 
         path = made(work / f"{dtype}.gguf", lambda part: write_gguf(folder, part, dtype))
-        threading = {"n_threads": threads, "n_threads_batch": threads}
-        self.model = llama_cpp.Llama(str(path), n_ctx=1024, flash_attn=True, verbose=False, **threading)
+        settings = {"n_threads": threads, "n_threads_batch": threads}
+        if dtype == "float32":  # else the cache is float16, and half of it is read
+            settings |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+        self.model = llama_cpp.Llama(str(path), n_ctx=1024, flash_attn=True, verbose=False, **settings)
 
     def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         self.model.reset()
@@ -373,6 +380,8 @@ def start(args: argparse.Namespace, folder: Path, work: Path) -> list[Process]:
 
 
 def version(package: str) -> str | None:
+    if package == "minigpt":  # which may be a checkout, not installed
+        return __version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -394,9 +403,13 @@ def measure(
             new = min(NEW, positions - length)
             if new < 1:
                 continue
-            bandwidths.append(memory.measure())
+            bandwidth = memory.measure()
+            if number:
+                bandwidths.append(bandwidth)
             for engine in list(running):
                 if batch > 1 and not engine.engine.batches:
+                    continue
+                if work not in WORKS and engine.dtype != "float32":  # for the picture, which shows float32
                     continue
                 try:
                     if args.device == "cuda":  # caches and graphs are made anew for each shape: not to be timed
@@ -438,7 +451,7 @@ def whole_processes(args: argparse.Namespace, folder: Path, config: GPT2Config) 
     half = config.n_positions // 2
     for work, length, new, rounds in (("start to first token", 8, 1, args.rounds), ("peak memory", half, half, 1)):
         results[work] = {}
-        for number in range(rounds + 1):
+        for number in range(0 if work == "start to first token" else 1, rounds + 1):  # number 0 warms the disk cache up
             for name in args.engines:
                 if name == "minigpt":
                     ids = " ".join(map(str, range(length)))
@@ -453,7 +466,8 @@ def whole_processes(args: argparse.Namespace, folder: Path, config: GPT2Config) 
                 _, status, usage = os.wait4(process.pid, 0)
                 seconds = time.perf_counter() - started
                 if status:
-                    raise SystemExit(f"{name} failed: {' '.join(command)}")
+                    print(f"{name}: left out from {work}: exit status {status}: {' '.join(command)}", file=sys.stderr)
+                    continue
                 peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
                 if number:
                     results[work].setdefault(f"{name} float32", []).append(peak if work == "peak memory" else seconds)
@@ -502,9 +516,13 @@ def table(works: dict[str, tuple[int, int]], results: Any, least: dict[str, floa
                 shown = f"{works[work][1] / median:.1f} tokens/s, {median * 1000:.2f} ms a step"
             else:
                 shown = f"{median * 1000:.0f} ms"
-            if engine == "minigpt float32" and work in least:
+            if dtype == "float32" and work in least:
                 shown += f", {least[work] / median:.0%} of the memory limit"
             lines.append(f"| {work} | {engine} | {shown} | {ratio} |")
+    short, long = (results.get(f"decode, prompt {length}", {}) for length in (16, 984))
+    for engine in (engine for engine in short if engine in long and engine.endswith(" float32")):
+        growth = statistics.median(long[engine]) / statistics.median(short[engine])
+        lines.append(f"| a step at 1000 tokens | {engine} | {growth:.2f} x its step at 32 | |")
     return "\n".join(lines)
 
 
@@ -565,6 +583,8 @@ def main() -> None:
     args.dtypes = args.dtypes or (
         ["float32", "float16", "int8"] if args.device == "cpu" else ["float32", "float16", "bfloat16"]
     )
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device here")
     if unknown := set(args.engines) - set(known):
         parser.error(f"unknown engine {unknown.pop()!r}: use {', '.join(known)}")
 

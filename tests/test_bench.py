@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import gpt2_folder
+
+import minigpt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import bench
@@ -42,6 +45,7 @@ def test_it_measures_minigpt_beside_transformers(folder: Path, tmp_path: Path) -
     assert all(0.1 < values[0] < 300 for values in found["start to first token"].values())
     assert all(50 < values[0] < 5000 for values in found["peak memory"].values())  # MB
     assert result["bandwidth"] > 1e8 and result["versions"]["transformers"] and result["threads"] == 1
+    assert result["versions"]["minigpt"] == minigpt.__version__  # once null in a checkout that is not installed
 
 
 def test_what_is_made_from_a_model_is_of_that_model(folder: Path, tmp_path: Path) -> None:
@@ -59,6 +63,22 @@ def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
         bench.made(tmp_path / "model.gguf", fails)
     path = bench.made(tmp_path / "model.gguf", lambda part: part.write_text("whole"))
     assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_table_compares_a_step_at_1000_tokens_with_one_at_32() -> None:
+    results = {
+        "decode, prompt 16": {"minigpt float32": [0.010, 0.010, 0.900], "minigpt int8": [0.004]},
+        "decode, prompt 984": {"minigpt float32": [0.012], "minigpt int8": [0.005]},
+    }
+    lines = bench.table(bench.WORKS, results, dict.fromkeys(results, 0.009)).splitlines()
+    assert lines[-1] == "| a step at 1000 tokens | minigpt float32 | 1.20 x its step at 32 | |"
+    assert "90% of the memory limit" in lines[2] and "limit" not in lines[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda_device_is_one_sentence(folder: Path) -> None:
+    done = run("--model", folder, "--device", "cuda")
+    assert done.returncode == 2 and done.stderr.endswith("error: torch sees no CUDA device here\n")
 
 
 class Ends(bench.Engine):
