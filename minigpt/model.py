@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from minigpt.cache import KVCache
 from minigpt.config import GPT2Config
 from minigpt.errors import PromptError
-from minigpt.linear import Embedding, Linear
+from minigpt.linear import Dropout, Embedding, Linear
 
 # GPT-2 was trained with the tanh approximation of GELU (https://arxiv.org/abs/1606.08415), which configs call gelu_new.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,15 +79,15 @@ class MultiHeadAttention(nn.Module):
         self.attention_dropout = attention_dropout
         self.c_attn = Linear(embed_dim, 3 * n_head * self.head_dim, bias=bias)  # W_Q, W_K and W_V side by side
         self.c_proj = Linear(n_head * self.head_dim, embed_dim, bias=bias)  # W_O
-        self.output_dropout = nn.Dropout(output_dropout)
+        self.output_dropout = Dropout(output_dropout)
         self.register_buffer("mask", causal_mask(max_len), persistent=False)
 
     def _project(self, x: Tensor, cache: KVCache | None, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens, [B,H,T,D]; keys and values of all, [B,H,S,D] (S = T where there is no cache)."""
         B, T, _ = x.shape
         H, D = self.n_head, self.head_dim
-        # (B, T, E) -> 3 * (B, T, H*D) -> (B, T, H, D) -> (B, H, T, D)
-        q, k, v = (part.view(B, T, H, D).transpose(1, 2) for part in self.c_attn(x).split(H * D, dim=-1))
+        # (B, T, E) -> (B, T, 3*H*D) -> (B, T, 3*H, D) -> (B, 3*H, T, D) -> 3 * (B, H, T, D)
+        q, k, v = self.c_attn(x).view(B, T, 3 * H, D).transpose(1, 2).split(H, dim=1)
         if cache is not None:
             k, v = cache.update(layer, k, v)
         if k.shape[2] > len(self.mask):
@@ -114,7 +114,7 @@ class MultiHeadAttention(nn.Module):
         if visible is not None:
             scores = scores.masked_fill(~visible, float("-inf"))
         weights = F.softmax(scores, dim=-1).to(dtype)
-        return F.dropout(weights, self.attention_dropout, self.training)
+        return F.dropout(weights, self.attention_dropout) if self.training else weights
 
     def _join(self, heads: Tensor, ablate: Collection[int]) -> Tensor:
         """The heads' outputs [B,H,T,D] side by side, through W_O: [B,T,E]."""
@@ -167,7 +167,7 @@ class MLP(nn.Module):
         self.c_fc = Linear(config.n_embd, config.inner_dim)
         self.c_proj = Linear(config.inner_dim, config.n_embd)
         self.activation = ACTIVATIONS[config.activation_function]
-        self.dropout = nn.Dropout(config.resid_pdrop)
+        self.dropout = Dropout(config.resid_pdrop)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,T,E] -> [B,T,E]."""
@@ -236,7 +236,7 @@ class GPT2(nn.Module):
         self.config = config
         self.wte = Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
-        self.dropout = nn.Dropout(config.embd_pdrop)
+        self.dropout = Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
