@@ -406,7 +406,8 @@ def measure(
             bandwidth = memory.measure()
             if number:
                 bandwidths.append(bandwidth)
-            for engine in list(running):
+            first = number % max(len(running), 1)  # each round begins with another engine
+            for engine in running[first:] + running[:first]:
                 if batch > 1 and not engine.engine.batches:
                     continue
                 if work not in WORKS and engine.dtype != "float32":  # for the picture, which shows float32
