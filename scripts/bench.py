@@ -5,8 +5,8 @@
 transformers, llama-cpp-python, ctranslate2 and OpenVINO come with the bench extra (llama-cpp-python wants a compiler).
 What an engine needs in a format of its own is made from the model's folder and kept in --work. Each engine lives in its
 own process and sleeps while another is measured; in each round, each engine does each work once, and what counts is
-the median over the rounds. The time of a decoding step is that of N + 1 new tokens less that of 1, divided by N. All of
-them decode greedily, with no end token, and use the same threads.
+the median over the rounds. The time of a decoding step is the median of those between one token of all rows and the
+next. All of them decode greedily, with no end token, and use the same threads.
 
 The memory limit of a step is the time to read the weights, and the keys and values of all earlier tokens, once, at the
 speed at which torch.sum reads 512 MB with as many threads (on CUDA: 4 GB), measured between the engines in every round.
@@ -19,6 +19,7 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,10 +36,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from minigpt import GPT2, GPT2Config, __version__, load, save
+from minigpt import GPT2, GPT2Config, SamplingParams, __version__, load, save
+from minigpt.sequence import Request, Row
 
 SIZES = {"124M": (12, 12, 768), "355M": (24, 16, 1024), "774M": (36, 20, 1280), "1558M": (48, 25, 1600)}  # L, H, E
-NEW = 32  # tokens of a measurement of decoding
+NEW = 32  # steps of a measurement of decoding
 # Prompt length and batch size of each work. "prefill" is the time to the first token.
 WORKS = {
     "prefill 512": (512, 1),
@@ -65,8 +67,11 @@ class Engine:
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
         raise NotImplementedError
 
-    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
-        """The `new` tokens that continue each prompt (all of them of the same length)."""
+    def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
+        """The `new` tokens that continue each prompt (all of them of the same length).
+
+        Calls `drawn` whenever all rows have a token more.
+        """
         raise NotImplementedError
 
 
@@ -78,9 +83,13 @@ class Minigpt(Engine):
         torch.set_num_threads(threads)
         self.lm = load(folder, dtype=dtype, device=device)
 
-    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
-        done = self.lm.generate_many(prompts, batch_size=len(prompts), max_new_tokens=new, stop_ids=())
-        return [completion.ids for completion in done]
+    def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
+        params = SamplingParams(max_new_tokens=new, stop_ids=())
+        rows = [Row(self.lm, Request(self.lm, ids, params), 0) for ids in prompts]
+        for row, _ in self.lm._run(iter(rows), len(rows), []):  # what generate_many collects from
+            if row is rows[-1]:
+                drawn()
+        return [row.completion().ids for row in rows]
 
 
 class Transformers(Engine):
@@ -96,12 +105,24 @@ class Transformers(Engine):
         model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=getattr(torch, dtype))
         self.model, self.device = model.eval().to(device), device
 
-    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
         ids = torch.tensor(prompts, device=self.device)
         settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+        class Streamer:
+            """Is given the prompts, then the tokens of each step, once CUDA has them."""
+
+            def put(self, tokens: torch.Tensor) -> None:
+                if tokens.shape != ids.shape:
+                    drawn()
+
+            def end(self) -> None:
+                pass
+
+        settings |= {"streamer": Streamer(), "attention_mask": torch.ones_like(ids)}
         with torch.inference_mode():
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **self.settings)
-        return out[:, ids.shape[1] :].tolist()  # waits for CUDA, too
+            out = self.model.generate(ids, **settings, **self.settings)
+        return out[:, ids.shape[1] :].tolist()
 
 
 class TransformersCompiled(Transformers):
@@ -140,10 +161,11 @@ class LlamaCpp(Engine):
             settings |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
         self.model = llama_cpp.Llama(str(path), n_ctx=1024, flash_attn=True, verbose=False, **settings)
 
-    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
         self.model.reset()
         ids: list[int] = []
         for token in self.model.generate(prompts[0], top_k=1, temp=0.0, repeat_penalty=1.0):
+            drawn()
             ids.append(token)
             if len(ids) == new:
                 return [ids]
@@ -201,10 +223,15 @@ class CTranslate2(Engine):
         path = made(work / f"ctranslate2-{dtype}", convert)
         self.model = ctranslate2.Generator(str(path), compute_type=dtype, intra_threads=threads, inter_threads=1)
 
-    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
+        def callback(step: Any) -> bool:
+            if step.batch_id == len(prompts) - 1:
+                drawn()
+            return False  # go on
+
         start = [[f"t{id}" for id in ids] for ids in prompts]
-        lengths = {"max_length": new, "min_length": new, "include_prompt_in_result": False}
-        return [done.sequences_ids[0] for done in self.model.generate_batch(start, sampling_topk=1, **lengths)]
+        settings = {"max_length": new, "min_length": new, "include_prompt_in_result": False, "sampling_topk": 1}
+        return [done.sequences_ids[0] for done in self.model.generate_batch(start, callback=callback, **settings)]
 
 
 def with_plain_tokenizer(folder: Path, copy: Path) -> Path:
@@ -255,7 +282,7 @@ class OpenVINO(Engine):
         self.names = {name for port in model.inputs for name in port.get_names()}
         self.request = model.create_infer_request()
 
-    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
         import numpy as np
 
         self.request.reset_state()
@@ -271,6 +298,7 @@ class OpenVINO(Engine):
             }
             self.request.infer({name: value for name, value in inputs.items() if name in self.names}, share_inputs=True)
             ids, past = self.request.get_tensor("logits").data[:, -1].argmax(-1)[:, None], length
+            drawn()
             done.append(ids)
         return np.concatenate(done, 1).tolist()
 
@@ -318,14 +346,15 @@ def serve(pipe: Connection, engine: type[Engine], arguments: tuple[Any, ...]) ->
         length, batch, new, vocabulary = task
         prompts = [[(7 * row + 31 * at) % vocabulary for at in range(length)] for row in range(batch)]
         try:
-            started = time.perf_counter()
-            done = loaded.generate(prompts, new)
-            seconds = time.perf_counter() - started
+            times = [time.perf_counter()]
+            done = loaded.generate(prompts, new, lambda times=times: times.append(time.perf_counter()))
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}".splitlines()[0])
             continue
         counts = [len(ids) for ids in done]
-        pipe.send(seconds if counts == [new] * batch else f"gave {counts} tokens instead of {new} each")
+        seconds = [after - before for before, after in itertools.pairwise(times)]
+        whole = counts == [new] * batch and len(seconds) == new
+        pipe.send(seconds if whole else f"gave {counts} tokens in {len(seconds)} steps instead of {new} each")
 
 
 class Process:
@@ -347,8 +376,8 @@ class Process:
             self.process.join()
             raise RuntimeError(f"its process ended with exit code {self.process.exitcode}") from None
 
-    def measure(self, *task: int) -> float:
-        """Seconds for that task; of the memory, bytes per second. Raises RuntimeError where it cannot."""
+    def measure(self, *task: int) -> Any:
+        """The seconds of each step; of the memory, bytes per second. Raises RuntimeError where it cannot."""
         with contextlib.suppress(BrokenPipeError):  # the answer says why
             self.pipe.send(task)
         found = self.answer()
@@ -415,9 +444,10 @@ def measure(
                 try:
                     if args.device == "cuda":  # caches and graphs are made anew for each shape: not to be timed
                         engine.measure(length, batch, new + 1, vocabulary)
-                    seconds = engine.measure(length, batch, 1, vocabulary)
                     if work.startswith("decode"):
-                        seconds = (engine.measure(length, batch, new + 1, vocabulary) - seconds) / new
+                        seconds = statistics.median(engine.measure(length, batch, new + 1, vocabulary)[1:])
+                    else:
+                        seconds = engine.measure(length, batch, 1, vocabulary)[0]
                 except RuntimeError as error:
                     print(f"{engine.name} {engine.dtype}: left out from {work} on: {error}", file=sys.stderr)
                     engine.process.terminate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Ends(bench.Engine):
     def __init__(self, *arguments: Any) -> None:
         pass
 
-    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
         if len(prompts) == 1:
             return [[0]]
         if len(prompts) == 2:
@@ -99,7 +100,7 @@ def test_an_engine_that_fails_is_named_with_the_reason() -> None:
     """It once took the results of all the others with it."""
     process = bench.Process("ends", "float32", Ends, ())
     assert process.answer() is None
-    reasons = {1: r"gave \[1\] tokens instead of 4", 2: "ValueError: no", 3: "exit code 9"}
+    reasons = {1: r"gave \[1\] tokens in 0 steps instead of 4", 2: "ValueError: no", 3: "exit code 9"}
     for batch, reason in reasons.items():
         with pytest.raises(RuntimeError, match=reason):
             process.measure(8, batch, 4, 50)
