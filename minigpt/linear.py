@@ -17,10 +17,7 @@ tried once; where one is missing or wrong, a slower way gives the same numbers.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -130,8 +127,6 @@ class Float32(Unpacked):
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        if hasattr(torch.ops.mkldnn, "data_ptr"):
-            huge_pages(torch.ops.mkldnn.data_ptr(self.weight), weight.nbytes, MADV_COLLAPSE)
 
 
 class Float16(Product):
@@ -211,20 +206,6 @@ class PlainInt8(Int8):
 
     def _multiply(self, x: Tensor) -> Tensor:
         return F.linear((x * self.levels).round(), self.weight.float()) * (self.scale / self.levels)
-
-
-# <linux/mman.h>: take huge pages when the memory is first used; make what is used already huge now.
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
-
-
-def huge_pages(address: int, size: int, advice: int = MADV_HUGEPAGE) -> None:
-    """Ask Linux to keep this memory in pages of 2 MB, not 4 KB: a step that reads it takes 7 to 11 % less time (Zen 5).
-
-    Where it does not, nothing changes but the time.
-    """
-    start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + size
-    if sys.platform == "linux" and size >= 2**21:
-        ctypes.pythonapi.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
 IN_PLACE: tuple[type[Product], ...] = (Unpacked, Plain)  # of a weight that is not packed

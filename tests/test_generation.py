@@ -415,21 +415,21 @@ def test_each_token_is_computed_once_and_memory_is_what_the_cache_needs(
 ) -> None:
     """No step computes the whole context again, or the logits of a prompt, or moves the cache to a larger place."""
     computed, projected, caches = [], [], set()
-    hidden, head = GPT2.hidden, GPT2.head
+    update, head = minigpt.KVCache.update, GPT2.head
 
-    def count_hidden(self: GPT2, ids: torch.Tensor, cache: minigpt.KVCache, **more: Any) -> torch.Tensor:
-        computed.append(ids.numel())
-        caches.add((cache.keys.untyped_storage().data_ptr(), cache.keys.untyped_storage().nbytes()))
-        return hidden(self, ids, cache, **more)
+    def count_update(self: minigpt.KVCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
+        computed.append(k.shape[0] * k.shape[2])
+        caches.add((self.keys.untyped_storage().data_ptr(), self.keys.untyped_storage().nbytes()))
+        return update(self, layer, k, v)
 
     def count_head(self: GPT2, states: torch.Tensor) -> torch.Tensor:
         projected.append(states.numel() // self.config.n_embd)
         return head(self, states)
 
-    monkeypatch.setattr(GPT2, "hidden", count_hidden)
+    monkeypatch.setattr(minigpt.KVCache, "update", count_update)
     monkeypatch.setattr(GPT2, "head", count_head)
     lm.generate([[5] * 50, [7] * 20], max_new_tokens=30, stop_ids=())
-    assert sum(computed) == 50 + 20 + 2 * 29  # the last drawn token is never fed
+    assert sum(computed) == 3 * (50 + 20 + 2 * 29)  # in 3 blocks; the last drawn token is never fed
     assert sum(projected) == 2 * 30
     [(_, size)] = caches
     assert size == 4 * 3 * 2 * 79 * 24  # float32, layers, rows, tokens, width

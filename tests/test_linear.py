@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minigpt
-from minigpt import CheckpointError, GPT2Config, KVCache, linear
+from minigpt import CheckpointError, linear
 from minigpt.linear import Embedding, Linear, Packed, Product, Unpacked, works
 
 EXACT = (linear.Plain, linear.Unpacked, linear.Float32)
@@ -214,35 +214,6 @@ def test_what_is_missing_or_wrong_here_is_not_chosen() -> None:
     assert not works(Saturating) and works(SaturatingNarrow)
     assert not works(Missing)
     assert linear.chosen((Saturating, Missing, linear.Plain)) is linear.Plain
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages")
-def test_linux_is_asked_for_huge_pages_where_memory_is_read_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flags(address: int) -> list[str]:
-        """The kernel's flags of the mapping that holds `address`; "hg" means that huge pages were asked for."""
-        inside = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            first = line.split()[0]
-            if not first.endswith(":"):
-                start, end = (int(part, 16) for part in first.split("-"))
-                inside = start <= address < end
-            elif inside and first == "VmFlags:":
-                return line.split()[1:]
-        raise AssertionError("no such mapping")
-
-    big = KVCache(GPT2Config(n_layer=12, n_head=12, n_embd=768), dtype=torch.float32)  # 72 MiB
-    assert all("hg" in flags(part.data_ptr() + part.nbytes // 2) for part in (big.keys, big.values))
-    assert not big.keys.any() and not big.values.any()
-    needs(linear.Float32)
-    asked: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(linear, "huge_pages", lambda *args: asked.append(args))
-    product = linear.Float32(random(1024, 768))
-    assert asked == [(torch.ops.mkldnn.data_ptr(product.weight), 1024 * 768 * 4, linear.MADV_COLLAPSE)]
-
-
-def test_what_linux_refuses_is_no_error() -> None:
-    linear.huge_pages(2**46, 2**30)  # no memory there
-    linear.huge_pages(2**46, 2**30, linear.MADV_COLLAPSE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
