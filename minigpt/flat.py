@@ -2,69 +2,105 @@
 
 A step of GPT-2 124M calls 200 modules. As its weights drive everything else out of the CPU's caches, Python needs a
 tenth of the step's time for that, a seventh with int8 (Zen 5). So what model.py says of attention and MLP is said here
-once more, for one token per row; the tests compare the two bit for bit.
+once more, for one token per row; the tests compare the two bit for bit. Where anybody has changed what the model does,
+its own modules are called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from operator import is_not
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from minigpt.cache import KVCache
 from minigpt.linear import Dropout, Embedding, Linear
 from minigpt.model import GPT2, MLP, Block, MultiHeadAttention
 
-# What a model consists of, and what it would be changed by.
-_KNOWN = {GPT2, nn.ModuleList, Block, MultiHeadAttention, MLP, nn.LayerNorm, Linear, Embedding, nn.Embedding, Dropout}
-_METHODS = {"forward", "hidden", "head"}
+_BLOCK = [Block, nn.LayerNorm, MultiHeadAttention, Linear, Linear, Dropout, nn.LayerNorm, MLP, Linear, Linear, Dropout]
+_CLASSES = {*_BLOCK, GPT2, Embedding, nn.Embedding, nn.ModuleList}
+_CALLED = ("__call__", "_call_impl", "__getattr__", "forward", "hidden", "head", "logits", "written_out")
+_USED = (*_CALLED, "_project", "_visible", "_weights", "_join")
 
 
-def untouched(model: GPT2) -> bool:
-    """Whether `model` computes what model.py says, in eval: no hooks, no modules or methods of anybody else's."""
-    everywhere = vars(nn.modules.module)
-    return not (everywhere["_global_forward_hooks"] or everywhere["_global_forward_pre_hooks"]) and not any(
-        module.training
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or type(module) not in _KNOWN
-        or _METHODS & vars(module).keys()
-        for module in model.modules()
-    )
+def _methods() -> list[Any]:
+    return [getattr(kind, name, None) for kind in _CLASSES for name in _USED]
 
 
-def flat_step(model: GPT2, heads: Collection[tuple[int, int]]) -> FlatStep | None:
-    """A FlatStep, where it does what `model` with `heads` switched off does."""
-    plain = all(weight.is_cpu and weight.dtype == torch.float32 for weight in model.parameters())
-    return FlatStep(model) if plain and not heads and untouched(model) else None
+_METHODS = _methods()  # as they are before anybody can replace one
 
 
 class FlatStep:
-    """The next token of each row: what `GPT2.hidden` and `GPT2.head` do in an untouched float32 model on a CPU.
+    """The next token of each row: what `GPT2.hidden` and `GPT2.head` do, as long as they do what model.py says.
 
-    What is done to the model later, other than changing weights in place, is not seen: make one for each generation.
+    Before each step it looks for other weights, layers and hooks; for replaced methods, at the first step and whenever
+    it finds any of these.
     """
 
-    def __init__(self, model: GPT2) -> None:
-        self.model = model
-        self.blocks = [_flat(block) for block in model.h]
-        self.ln_f = _norm(model.ln_f)
+    def __init__(self, heads: Collection[tuple[int, int]]) -> None:
+        self.heads = heads
+        self.model: GPT2 | None = None
+        self.blocks: list[Callable[[Tensor, KVCache, Tensor | None], Tensor]] | None = None
 
-    def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Token ids [B,1] -> logits [B,V]; the cache moves on."""
-        model, positions = self.model, cache.positions(1)
-        x = model.wte(ids) + F.embedding(positions, model.wpe.weight)  # (B, 1, E)
-        hidden = None
+    def __call__(self, model: GPT2, ids: Tensor, cache: KVCache) -> Tensor | None:
+        """Token ids [B,1] -> logits [B,V], and the cache moves on; or None, and nothing has happened."""
+        if model is not self.model or self._changed():
+            self._look_at(model)
+        if self.blocks is None:
+            return None
+        positions = cache.positions(1)
+        x = model.wte(ids) + model.wpe(positions)  # (B, 1, E)
+        masked = None
         if cache.start is None:  # rows of different lengths: what lies beyond each is padding, (B, 1, 1, S)
-            hidden = torch.arange(max(cache.lengths) + 1, device=ids.device) > positions[:, :, None, None]
+            masked = ~self.mask[positions, : max(cache.lengths) + 1].unsqueeze(1)
         for block in self.blocks:
-            x = block(x, cache, hidden)
+            x = block(x, cache, masked)
         cache.advance(1)
-        logits: Tensor = model.head(self.ln_f(x)[:, -1])
+        logits: Tensor = model.head(model.ln_f(x)[:, -1])
         return logits
+
+    def _changed(self) -> bool:
+        now = [value for part in self.parts for value in part.values()]
+        return (
+            len(now) != len(self.known) or any(map(is_not, now, self.known)) or self.handles != RemovableHandle.next_id
+        )
+
+    def _look_at(self, model: Any) -> None:
+        modules = list(model.modules())
+        self.model = model
+        self.parts = [part for at in modules for part in (at._parameters, at._buffers, at._modules) if part]
+        self.known = [value for part in self.parts for value in part.values()]
+        self.handles = RemovableHandle.next_id  # so many hooks were ever registered
+        self.blocks = None
+        if not self.heads and _is_plain(model, modules):
+            self.mask: Tensor = model.h[0].attn.mask
+            self.blocks = [_flat(block) for block in model.h]
+
+
+def _is_plain(model: Any, modules: list[nn.Module]) -> bool:
+    """Whether these are the modules of model.py, in eval, in float32 on a CPU, with the methods and masks they had."""
+    ends: list[type] = [nn.LayerNorm] if model.config.tie_word_embeddings else [nn.LayerNorm, Linear]
+    kinds = [GPT2, Embedding, nn.Embedding, Dropout, nn.ModuleList, *_BLOCK * len(model.h), *ends]
+    if [type(module) for module in modules] != kinds:
+        return False
+    if any(map(is_not, _methods(), _METHODS)):
+        return False
+    everywhere = vars(nn.modules.module)
+    if everywhere["_global_forward_hooks"] or everywhere["_global_forward_pre_hooks"]:
+        return False
+    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+        return False
+    if any(
+        module.training or module._compiled_call_impl or not vars(module).keys().isdisjoint(_USED) for module in modules
+    ):
+        return False
+    masks = [block.attn.mask for block in model.h]
+    if len(masks[0]) != model.config.n_positions or any(mask is not masks[0] for mask in masks):
+        return False
+    return all(weight.is_cpu and weight.dtype == torch.float32 for weight in model.parameters())
 
 
 def _flat(block: Any) -> Callable[[Tensor, KVCache, Tensor | None], Tensor]:
@@ -72,30 +108,27 @@ def _flat(block: Any) -> Callable[[Tensor, KVCache, Tensor | None], Tensor]:
     attn, mlp = block.attn, block.mlp
     ln_1, ln_2 = _norm(block.ln_1), _norm(block.ln_2)
     c_attn, W_O, c_fc, c_proj = map(_product, (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj))
-    layer, activation, H, D, scale = block.layer, mlp.activation, attn.n_head, attn.head_dim, attn.scale
 
-    def forward(x: Tensor, cache: KVCache, hidden: Tensor | None) -> Tensor:
-        B = len(x)
+    def forward(x: Tensor, cache: KVCache, masked: Tensor | None) -> Tensor:
+        B, H, D = len(x), attn.n_head, attn.head_dim
         q, k, v = c_attn(ln_1(x)).view(B, 1, 3 * H, D).transpose(1, 2).split(H, dim=1)
-        k, v = cache.update(layer, k, v)
-        scores = q @ k.transpose(-2, -1) * scale  # (B, H, 1, D) @ (B, H, D, S) -> (B, H, 1, S)
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, float("-inf"))
+        k, v = cache.update(block.layer, k, v)
+        scores = q @ k.transpose(-2, -1) * attn.scale  # (B, H, 1, D) @ (B, H, D, S) -> (B, H, 1, S)
+        if masked is not None:
+            scores = scores.masked_fill(masked, float("-inf"))
         heads = scores.softmax(-1) @ v  # (B, H, 1, S) @ (B, H, S, D) -> (B, H, 1, D)
         x = x + W_O(heads.transpose(1, 2).reshape(B, 1, H * D))
-        out: Tensor = x + c_proj(activation(c_fc(ln_2(x))))
+        out: Tensor = x + c_proj(mlp.activation(c_fc(ln_2(x))))
         return out
 
     return forward
 
 
 def _norm(layer: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
-    shape, weight, bias, eps = layer.normalized_shape, layer.weight, layer.bias, layer.eps
-    return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
+    weight, bias = layer.weight, layer.bias
+    return lambda x: torch.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
 
 
 def _product(layer: Linear) -> Callable[[Tensor], Any]:
-    packed, weight, bias = layer.packed, layer.weight, layer.bias
-    if packed is None:
-        return layer.forward
-    return lambda x: packed.of(weight)(x, bias)
+    weight, bias = layer.weight, layer.bias
+    return lambda x: layer.packed.of(weight)(x, bias) if layer.packed else layer.forward(x)

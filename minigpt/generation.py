@@ -22,7 +22,7 @@ from minigpt import attention, checkpoint, scoring
 from minigpt.cache import KVCache
 from minigpt.config import GPT2Config, SamplingParams, integer
 from minigpt.errors import DeviceError, MiniGPTError, PromptError
-from minigpt.flat import FlatStep, flat_step
+from minigpt.flat import FlatStep
 from minigpt.graph import DecodeStep
 from minigpt.model import GPT2, undisturbed
 from minigpt.scoring import Score
@@ -335,7 +335,7 @@ class LanguageModel:
         A row that draws nothing comes with None, and so does one that fails: it ends with its `error` set.
         """
         cache: KVCache | None = None
-        graph, flat = DecodeStep(self.model, heads), None
+        graph, flat = DecodeStep(self.model, heads), FlatStep(heads)
         active: list[Row] = []  # row i of the cache belongs to active[i]
         while True:
             while len(active) < slots and (row := next(waiting, None)) is not None:
@@ -346,8 +346,6 @@ class LanguageModel:
                     dtype = self.model.wpe.weight.dtype  # of the activations: self.dtype is that of the matrices
                     cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=dtype)
                     cache.lengths = []
-                    with undisturbed(self.model):
-                        flat = flat_step(self.model, heads)
                 cache.reserve(row.max_len)
                 with undisturbed(self.model), torch.inference_mode():
                     logits = self._admit(row, active, cache, heads)
@@ -383,9 +381,7 @@ class LanguageModel:
         cache.lengths[slot] = view.lengths[0]
         return self.model.head(hidden[0, -1])
 
-    def _decode(
-        self, active: list[Row], cache: KVCache, heads: Heads, graph: DecodeStep, flat: FlatStep | None
-    ) -> Tensor:
+    def _decode(self, active: list[Row], cache: KVCache, heads: Heads, graph: DecodeStep, flat: FlatStep) -> Tensor:
         """Feed each row's last token; returns the logits after it, [B,V]."""
         for slot, row in enumerate(active):
             if cache.lengths[slot] == self.config.n_positions:  # only a row that slides gets here
@@ -397,8 +393,8 @@ class LanguageModel:
         if (logits := graph(last, cache)) is not None:  # on CUDA, when it pays
             return logits
         ids = torch.tensor(last, device=self.device)[:, None]  # (B, 1)
-        if flat:
-            return flat(ids, cache)
+        if (logits := flat(self.model, ids, cache)) is not None:  # on a CPU, where it fits
+            return logits
         return self.model.head(self.model.hidden(ids, cache, ablate=heads)[:, -1])
 
     def _drop_finished(self, active: list[Row], cache: KVCache) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import stat
 import threading
 import warnings
 from collections.abc import Iterator
@@ -82,6 +83,8 @@ def locate(
         raise ModelNotFoundError("the demo model is not part of this installation: use gpt2, or give a folder")
     if os.path.isfile(name):
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds it")
+    if os.path.islink(name):
+        raise ModelNotFoundError(f"{name} is a link to nothing: delete it, or make it point to the folder of a model")
     first = name.partition("/")[0]
     if first not in (name, "", ".", "..") and os.path.isdir(first):
         raise ModelNotFoundError(f"there is no folder {name}. {_known_names(name)}")
@@ -290,12 +293,16 @@ def _shards(index: Path) -> list[str]:
 
 def is_file(path: Path, error: type[MiniGPTError] = CheckpointError) -> bool:
     """Whether there is such a file. Raises `error` for a folder, pipe or dead link: it must not count as absent."""
-    if os.path.isfile(path):
-        return True
-    if os.path.lexists(path):
-        kind = "not a file" if os.path.exists(path) else "a link to nothing"
-        raise error(f"{path} cannot be read: it is {kind}: delete it and download it again")
-    return False
+    try:
+        if stat.S_ISREG(os.stat(path).st_mode):
+            return True
+    except (FileNotFoundError, NotADirectoryError):
+        if not os.path.lexists(path):
+            return False
+        raise error(f"{path} cannot be read: it is a link to nothing: delete it and download it again") from None
+    except OSError as problem:
+        raise error(f"{path} cannot be read: {problem.strerror}") from problem
+    raise error(f"{path} cannot be read: it is not a file: delete it and download it again")
 
 
 def cure(path: Path) -> str:
@@ -334,7 +341,7 @@ def read_json(path: Path, error: type[MiniGPTError] = CheckpointError) -> dict[s
 def read_text(path: Path, error: type[MiniGPTError] = CheckpointError) -> str:
     """A UTF-8 file, without the byte order mark that it may begin with. Raises `error` if it cannot be read."""
     try:
-        is_file(path, error)  # a pipe would never end
+        is_file(path, error)  # raises where it is a pipe, which would never end
         with open(path, "rb") as file:
             data = file.read(MAX_HEADER + 1)
     except OSError as problem:

@@ -80,7 +80,6 @@ class Minigpt(Engine):
     dtypes = ("float32", "float16", "int8")
 
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command line does
         torch.set_num_threads(threads)
         self.lm = load(folder, dtype=dtype, device=device)
 
