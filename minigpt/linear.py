@@ -56,7 +56,7 @@ class Embedding(nn.Embedding):
 
 
 class Dropout(nn.Dropout):
-    """torch.nn.Dropout, which takes its time in eval, too: 25 times a token, 1 % of it."""
+    """torch.nn.Dropout, but for its time in eval: 25 calls a token took 1 % of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Zeroes some of x in training."""

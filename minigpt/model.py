@@ -3,7 +3,7 @@
 Shapes: B batch, T new tokens, S cached + new tokens, E embed_dim, H heads, D head_dim, L blocks, V vocabulary.
 Module and parameter names are those of the Hugging Face checkpoints, whose c_attn, c_proj and c_fc weights are stored
 transposed, (in, out). Two files can be skipped at first: cache.py, the keys and values of earlier tokens, and
-linear.py, whose Linear and Embedding are torch.nn's but for their speed.
+linear.py, whose Linear, Embedding and Dropout are torch.nn's but for their speed.
 """
 
 from __future__ import annotations
