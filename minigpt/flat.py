@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from minigpt.cache import KVCache
 from minigpt.linear import Dropout, Embedding, Linear
-from minigpt.model import GPT2, MLP, Block, MultiHeadAttention
+from minigpt.model import GPT2, MLP, Block, MultiHeadAttention, has_hooks
 
 _BLOCK = [Block, nn.LayerNorm, MultiHeadAttention, Linear, Linear, Dropout, nn.LayerNorm, MLP, Linear, Linear, Dropout]
 _CLASSES = {*_BLOCK, GPT2, Embedding, nn.Embedding, nn.ModuleList}
@@ -37,7 +37,7 @@ class FlatStep:
     """The next token of each row: what `GPT2.hidden` and `GPT2.head` do, as long as they do what model.py says.
 
     Before each step it looks for other weights, layers and hooks; for replaced methods, at the first step and whenever
-    it finds any of these.
+    it finds any of these. A model that does not fit, or no longer, takes its own steps from then on.
     """
 
     def __init__(self, heads: Collection[tuple[int, int]]) -> None:
@@ -47,7 +47,9 @@ class FlatStep:
 
     def __call__(self, model: GPT2, ids: Tensor, cache: KVCache) -> Tensor | None:
         """Token ids [B,1] -> logits [B,V], and the cache moves on; or None, and nothing has happened."""
-        if model is not self.model or self._changed():
+        if self.heads or not ids.is_cpu:
+            return None
+        if model is not self.model or (self.blocks is not None and self._changed()):
             self._look_at(model)
         if self.blocks is None:
             return None
@@ -75,7 +77,7 @@ class FlatStep:
         self.known = [value for part in self.parts for value in part.values()]
         self.handles = RemovableHandle.next_id  # so many hooks were ever registered
         self.blocks = None
-        if not self.heads and _is_plain(model, modules):
+        if _is_plain(model, modules):
             self.mask: Tensor = model.h[0].attn.mask
             self.blocks = [_flat(block) for block in model.h]
 
@@ -88,10 +90,7 @@ def _is_plain(model: Any, modules: list[nn.Module]) -> bool:
         return False
     if any(map(is_not, _methods(), _METHODS)):
         return False
-    everywhere = vars(nn.modules.module)
-    if everywhere["_global_forward_hooks"] or everywhere["_global_forward_pre_hooks"]:
-        return False
-    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+    if has_hooks(model):
         return False
     if any(
         module.training or module._compiled_call_impl or not vars(module).keys().isdisjoint(_USED) for module in modules

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minigpt.cache import FixedCache, KVCache
 from minigpt.errors import PromptError
-from minigpt.model import GPT2
+from minigpt.model import GPT2, has_hooks
 
 ORDINARY_STEPS = 8  # about as long as a capture takes, so that no answer takes much more than twice the shorter way
 _capturing = threading.Lock()  # PyTorch allows one capture at a time in a process
@@ -25,11 +25,7 @@ _capturing = threading.Lock()  # PyTorch allows one capture at a time in a proce
 
 def pays(model: GPT2, steps: int) -> bool:
     """Whether a capture is worth its time after so many ordinary steps, and right: a graph would not run hooks."""
-    return (
-        model.wte.weight.is_cuda
-        and steps >= ORDINARY_STEPS
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    )
+    return model.wte.weight.is_cuda and steps >= ORDINARY_STEPS and not has_hooks(model)
 
 
 class DecodeStep:

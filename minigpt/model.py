@@ -325,6 +325,16 @@ class GPT2(nn.Module):
         return self.head(hidden[:, -1:] if last_only else hidden)
 
 
+def has_hooks(model: GPT2) -> bool:
+    """Whether a forward hook is to run on any of its modules: what does not call them must not be used then."""
+    everywhere = vars(nn.modules.module)
+    return bool(
+        everywhere["_global_forward_hooks"]
+        or everywhere["_global_forward_pre_hooks"]
+        or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    )
+
+
 @contextmanager
 def undisturbed(model: GPT2) -> Iterator[None]:
     """No dropout, no gradients, no autocast, whatever the host program is in the middle of; the model stays in eval.

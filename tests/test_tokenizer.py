@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import re
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing import SPECIAL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -567,20 +567,12 @@ def test_what_is_no_file_does_not_count_as_absent(official: Path, tmp_path: Path
     """Another vocabulary would take its place: a damaged cache holds links to nothing."""
     for other in ("vocab.json", "merges.txt"):
         (tmp_path / other).symlink_to(official / other)
-    for make, kind in (
-        (Path.mkdir, "not a file"),
-        (os.mkfifo, "not a file"),
-        (symlink_to_nothing, "a link to nothing"),
-    ):
+    for what, kind in (("a folder", "not a file"), ("a FIFO", "not a file"), ("a dead link", "a link to nothing")):
         path = tmp_path / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        make(path)
+        SPECIAL[what](path)
         with pytest.raises(TokenizerError, match=re.escape(f"{path} cannot be read: it is {kind}: delete it")):
             Tokenizer.from_folder(tmp_path, 50257)
-
-
-def symlink_to_nothing(path: Path) -> None:
-    path.symlink_to("nothing")
 
 
 def test_half_an_official_file_is_never_used(official: Path, tmp_path: Path) -> None:
