@@ -512,6 +512,29 @@ def test_no_weights_and_no_folder(folder: Path) -> None:
     assert "config.json cannot be read" in refused(folder / "none")
 
 
+def test_a_folder_that_is_a_dead_link_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").symlink_to("nothing")
+    with pytest.raises(minigpt.ModelNotFoundError, match=r"^mine is a link to nothing: delete it"):
+        checkpoint.locate("mine")
+
+
+def test_a_file_that_may_not_be_looked_at_does_not_count_as_absent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "generation_config.json"
+    config, stat = read_config(folder), os.stat
+
+    def refuse(at: Any, **more: Any) -> Any:
+        if Path(at) == path:
+            raise PermissionError(13, "Permission denied")
+        return stat(at, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(CheckpointError, match=re.escape(f"{path} cannot be read: Permission denied")):
+        end_ids(folder, config)
+
+
 def test_end_ids_that_are_a_dead_link(folder: Path) -> None:
     path = folder / "generation_config.json"
     path.unlink(missing_ok=True)

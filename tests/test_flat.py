@@ -86,6 +86,13 @@ def test_generation_uses_it(flat: list[bool]) -> None:
     assert flat[8:] == [False] * 16
 
 
+@pytest.mark.parametrize("rows", [32, 31])
+def test_a_mask_of_anybody_elses_is_not_for_it(rows: int) -> None:
+    model: Any = from_hf(hf_model())
+    model.h[1].attn.mask = model.h[1].attn.mask[:rows, :rows].clone()
+    assert FlatStep([])(model, torch.tensor([[3]]), KVCache(model.config, 1)) is None
+
+
 class Doubled(Linear):
     def forward(self, *args: Any) -> torch.Tensor:
         return 2 * super().forward(*args)
