@@ -12,7 +12,7 @@ def start() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: os._exit(128 + number))
-    from minigpt.cli import main
+    from minigpt.cli.main import main
 
     code = main()
     try:

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from minigpt.config import SamplingParams
+from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
 from minigpt.records import Line, Output, as_record
 
 if TYPE_CHECKING:
-    from minigpt.generation import LanguageModel
+    from minigpt.language_model import LanguageModel
+
 
 _OPTIONS = [field.name for field in fields(SamplingParams)]
 
@@ -134,7 +135,7 @@ def records(
     model: the name to put into the records.    special: read <|endoftext|> in a prompt as the special token.
     on_line: called with each line once its records are all given.
     """
-    from minigpt.sequence import Failure, Task  # needs torch
+    from minigpt.decoding.sequence import Failure, Task
 
     waiting: deque[Line] = deque()
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from minigpt.config import SamplingParams
+from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
 
 if TYPE_CHECKING:
-    from minigpt.sequence import Completion
+    from minigpt.decoding.sequence import Completion
 
 
 def as_record(id: str | int, sample: int, prompt: str | None, completion: Completion, model: str) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from minigpt.errors import CheckpointError
-from minigpt.model import GPT2
+from minigpt.network.model import GPT2
 
 if TYPE_CHECKING:
-    from minigpt.tokenizer import Tokenizer
+    from minigpt.text.tokenizer import Tokenizer
+
 
 _TOKENS = 4096  # about how many go through the model at once
 

@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 import torch
 
 from minigpt import GPT2, GPT2Config, SamplingParams, __version__, load, save
-from minigpt.sequence import Request, Row
+from minigpt.decoding.sequence import Request, Row
 
 SIZES = {"124M": (12, 12, 768), "355M": (24, 16, 1024), "774M": (36, 20, 1280), "1558M": (48, 25, 1600)}  # L, H, E
 NEW = 32  # steps of a measurement of decoding

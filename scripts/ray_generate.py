@@ -21,9 +21,10 @@ from typing import Any
 
 import ray
 
-from minigpt import MiniGPTError, SamplingParams, Tokenizer, checkpoint
-from minigpt.generation import find_device, find_dtype
+from minigpt import MiniGPTError, SamplingParams, Tokenizer
+from minigpt.files import checkpoint, locate
 from minigpt.jobs import Job, records
+from minigpt.network.device import find_device, find_dtype
 from minigpt.records import Line
 
 
@@ -102,7 +103,7 @@ def check_model(args: argparse.Namespace) -> None:
     """Raise MiniGPTError for what no worker could load, before Ray starts. A cluster's GPUs need not be here."""
     if args.device == "cpu" or not args.address:
         find_dtype(args.dtype, find_device(args.device))
-    folder = checkpoint.locate(args.model)
+    folder = locate.locate(args.model)
     config = checkpoint.read_config(folder)
     checkpoint.check(folder, config)
     Tokenizer.from_folder(folder, config.vocab_size)

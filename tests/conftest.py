@@ -26,11 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--plain"):
-        from minigpt import linear
+        from minigpt.network import products
 
-        works = linear.works
-        linear.works = lambda product: (
-            product.__name__.startswith("Plain") if product.__module__ == linear.__name__ else works(product)
+        works = products.works
+        products.works = lambda product: (
+            product.__name__.startswith("Plain") if product.__module__ == products.__name__ else works(product)
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import minigpt
-from minigpt.cli import main
+from minigpt.cli.main import main
 
 ACTIONS = ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.link", "os.truncate", "os.system", "os.exec")
 seen: list[str] = []

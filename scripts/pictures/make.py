@@ -17,7 +17,7 @@ sys.path.insert(0, str(HERE.parent.parent / "tests"))
 from browser import Browser, find  # noqa: E402
 
 import minigpt  # noqa: E402
-from minigpt import attention, views  # noqa: E402
+from minigpt.interpret import heads, terminal  # noqa: E402
 
 STORY = "Once upon a time, there was a little fox. The fox lived in a big forest. One day, the fox saw a red bird."
 SENTENCE = "The cat sat on the mat"
@@ -27,13 +27,13 @@ LAYER, HEAD, TOKEN = 0, 1, 24  # what page.png shows
 def terminal_page(lm: minigpt.LanguageModel) -> str:
     """The command and what it prints on a terminal, as a page: ANSI colours become spans."""
     ids = lm.tokenizer.encode(SENTENCE) if lm.tokenizer else []
-    labels = [views.label(lm.tokenizer, id) for id in ids]
+    labels = [terminal.label(lm.tokenizer, id) for id in ids]
     weights = lm.attention(ids)
-    screen = views.Screen(width=100, colour=True)
+    screen = terminal.Screen(width=100, colour=True)
     lines = [f'$ python -m minigpt attention -m demo "{SENTENCE}"']
-    lines += [*views.layer_lines(weights, labels, 0, screen), ""]
+    lines += [*terminal.layer_lines(weights, labels, 0, screen), ""]
     lines += [f'$ python -m minigpt attention -m demo "{SENTENCE}" --layer 0 --head 0']
-    lines += views.head_lines(weights, labels, 0, 0, screen)
+    lines += terminal.head_lines(weights, labels, 0, 0, screen)
     text = html.escape("\n".join(lines), quote=False)
     text = re.sub(
         "\x1b\\[48;5;(\\d+)m([^\x1b]*)",
@@ -64,10 +64,10 @@ def main() -> None:
     lm = minigpt.load("demo", device="cpu")
     ids = lm.tokenizer.encode(STORY) if lm.tokenizer else []
     weights = lm.attention(ids)
-    roles = [("this text", attention.head_roles(weights, ids))]
+    roles = [("this text", heads.head_roles(weights, ids))]
     with tempfile.TemporaryDirectory() as scratch:
         page, terminal = Path(scratch, "page.html"), Path(scratch, "terminal.html")
-        page.write_text(views.page(weights, ids, lm.tokenizer, model="demo", roles=roles), encoding="utf-8")
+        page.write_text(page.page(weights, ids, lm.tokenizer, model="demo", roles=roles), encoding="utf-8")
         terminal.write_text(terminal_page(lm), encoding="utf-8")
         browser = Browser(executable, Path(scratch, "profile"))
         browser.open(page, f"#layer={LAYER}&head={HEAD}", width=1180, height=1100)

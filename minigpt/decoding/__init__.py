@@ -1,0 +1,1 @@
+"""Prompt ids -> drawn ids."""

@@ -1,0 +1,1 @@
+"""A model's name -> checked files -> a GPT2."""

@@ -1,0 +1,208 @@
+"""Find a model's files: "demo", an alias, a folder or a hub id becomes a folder on this machine.
+
+Downloads go through huggingface_hub into Hugging Face's own cache: only the files that are read here, all from one
+commit. Where the hub does not answer, or refuses, what is in the cache will do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from minigpt.errors import CheckpointError, ModelNotFoundError
+from minigpt.files.reading import INDEX, WEIGHTS, _shards, sha256, weight_files
+
+ALIASES = {
+    "gpt2": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large",
+    "gpt2-xl": "openai-community/gpt2-xl",
+    "distilgpt2": "distilbert/distilgpt2",
+}
+
+
+# What is downloaded beside the weights, where the repository has it. The official ones hold gigabytes of other formats.
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+
+
+_TIMEOUT = 5  # seconds without an answer after which the hub counts as unreachable
+
+
+downloading = False  # Whoever stops the process now should let it unwind: what has come of a file is then removed.
+
+
+def _known_names(name: str) -> str:
+    names = {"gpt2-small": "gpt2", "gpt2-base": "gpt2", "demo": "demo", **{alias: alias for alias in ALIASES}}
+    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=1, cutoff=0.8)
+    guess = f"Did you mean {names[close[0]]!r}? " if close else ""
+    return f"{guess}Known names: demo, {', '.join(ALIASES)}"
+
+
+def _from_hub(name: str, repo: str, revision: str | None, offline: bool, progress: bool) -> Path:
+    """The snapshot folder of `repo`: brought up to date if the hub answers, else as it is in the cache."""
+    from huggingface_hub import constants
+
+    offline = offline or constants.HF_HUB_OFFLINE
+    failure: Exception | None = None
+    with _quiet():
+        try:
+            if not offline:
+                return _download(repo, revision, progress)
+        except CheckpointError:  # the hub answered: the repository holds no model that can be loaded
+            raise
+        except Exception as error:  # no network, no such name, no access, no room, ...
+            failure = error
+        folder = _cached(repo, revision) or _cached(name, revision)  # older tools cached gpt2 under its short name
+    if folder is None:
+        # Not chained to `failure`, whose text may quote the request with its token.
+        raise ModelNotFoundError(_why_not(name, repo, revision, offline, failure))
+    return folder
+
+
+def _ask(repo: str, revision: str | None) -> tuple[str, dict[str, str | None]]:
+    """The commit that `revision` stands for on the hub now, and its files' names with the sha256 of the large ones."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
+
+    # Not HfApi.model_info: newer ones first ask another address for a list of agents, 3 s more where nobody answers.
+    token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    headers = {"user-agent": "minigpt", **({"authorization": f"Bearer {token}"} if token else {})}
+    url = f"{constants.ENDPOINT}/api/models/{repo}/revision/{quote(revision or 'main', safe='')}"
+    response = get_session().get(url, params={"blobs": "true"}, headers=headers, timeout=_TIMEOUT)
+    hf_raise_for_status(response)
+    info = response.json()
+    return info["sha"], {item["rfilename"]: (item.get("lfs") or {}).get("sha256") for item in info["siblings"]}
+
+
+def _download(repo: str, revision: str | None, progress: bool) -> Path:
+    """Fetch what is missing of `repo`, all from one commit, and give the folder. Cached already: a single request."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class NoBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+    def fetch(name: str) -> Path:
+        global downloading
+        found = try_to_load_from_cache(repo, name, revision=commit)
+        if isinstance(found, str):
+            return Path(found)
+        downloading = True
+        try:
+            path = Path(hf_hub_download(repo, name, revision=commit, tqdm_class=None if progress else NoBar))
+        finally:
+            downloading = False
+        if names[name] not in (None, sha256(path)):  # the client compares the length only
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"{name} of {repo} arrived damaged (its sha256 is not what the hub says) and was deleted: try again"
+            )
+        return path
+
+    commit, names = _ask(repo, revision)
+    if "config.json" not in names:
+        raise CheckpointError(f"{repo} on the hub has no config.json: it is not a model")
+    if WEIGHTS not in names and INDEX not in names:
+        raise CheckpointError(f"{repo} on the hub has no safetensors weights, the only format that is read")
+    # The weights come last, and the branch's name after them, so that what is cut short never looks like a model.
+    for name in _SIDE_FILES:
+        if name in names:
+            fetch(name)
+    for name in [WEIGHTS] if WEIGHTS in names else _shards(fetch(INDEX)):
+        fetch(name)
+    known = try_to_load_from_cache(repo, "config.json", revision=revision)
+    if not isinstance(known, str) or Path(known).parent.name != commit:
+        hf_hub_download(repo, "config.json", revision=revision)  # the cache learns which commit the branch is at
+    return fetch("config.json").parent
+
+
+def _cached(repo: str, revision: str | None) -> Path | None:
+    """The snapshot of `repo` in the cache, if its weights are complete."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, "config.json", revision=revision)
+    if not isinstance(found, str):
+        return None
+    try:
+        weight_files(Path(found).parent)
+    except CheckpointError:
+        return None
+    return Path(found).parent
+
+
+def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure: Exception | None) -> str:
+    """Why the hub did not give a model, and what to do. Never quotes `failure`, which may hold a token."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(failure, LocalEntryNotFoundError) and isinstance(failure.__cause__, Exception):
+        failure = failure.__cause__  # what went wrong before the cache was tried
+    files = f"config.json generation_config.json {WEIGHTS} vocab.json merges.txt"
+    folder = f"weights/{name.rpartition('/')[2]}"
+    download = f"hf download {repo} {files} --local-dir {folder}"
+    remedy = f"use the model demo (-m demo), or run `{download}` where there is a network and give that folder"
+    status = getattr(getattr(failure, "response", None), "status_code", None)
+    if offline:
+        return (
+            f"{name} is not in the cache {constants.HF_HUB_CACHE}, and offline mode is on: go online once, or {remedy}"
+        )
+    if isinstance(failure, GatedRepoError):
+        return f"{repo} is gated: ask for access at https://huggingface.co/{repo}, then set HF_TOKEN to your token"
+    if isinstance(failure, RevisionNotFoundError):
+        return f"{repo} has no revision {revision!r} on the hub"
+    if isinstance(failure, RepositoryNotFoundError) or status in (401, 403, 404):
+        token = ", or your token (HF_TOKEN) is expired or lacks the permission" if get_token() else ""
+        return f"there is no model {name!r} on the hub, or it is private{token} (HTTP {status}). {_known_names(name)}"
+    if isinstance(failure, OSError) and failure.errno:  # the disk, not the network
+        problem = f"{failure.strerror} ({failure.filename or constants.HF_HUB_CACHE})"
+        return (
+            f"{name} could not be saved to the cache: {problem}. Set HF_HOME to a folder with room that can be written"
+        )
+    damaged = isinstance(failure, OSError) and "Consistency check" in str(failure)
+    reason = f"HTTP {status}" if status else "a file of the wrong length" if damaged else type(failure).__name__
+    return f"{name} is not in the cache and could not be fetched from the hub ({reason}): {remedy}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps huggingface_hub's log lines (this thread's only) and its warnings off stderr: our errors say it all."""
+    from huggingface_hub.utils.logging import get_logger
+
+    thread = threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    handlers = list(get_logger("huggingface_hub").handlers)
+    for handler in handlers:
+        handler.addFilter(of_others)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="huggingface_hub")
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(of_others)

@@ -1,0 +1,77 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from minigpt.errors import DeviceError
+
+if TYPE_CHECKING:
+    pass
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """The device meant, if it is there; DeviceError where it is not."""
+    name = str(device)
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise DeviceError(f"device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
+    place = torch.device(name)
+    if place.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (place.index or 0) >= count:
+            there = f"this machine has cuda:0 to cuda:{count - 1}" if count else "PyTorch finds no CUDA device"
+            raise DeviceError(f"device {name!r} is not there: {there}; use cpu or auto")
+    return place
+
+
+def find_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype meant, if `device` supports it; DeviceError naming the ones that it does otherwise."""
+    name = str(dtype).removeprefix("torch.")
+    allowed = ("float32", "float16", "int8" if device.type == "cpu" else "bfloat16")
+    if name not in allowed:
+        known = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise DeviceError(f"dtype {name!r} is not supported on {device.type}: use {known}")
+    if device.type == "cuda" and name == "float32" and _tf32_enabled():
+        warnings.warn(
+            "TF32 is enabled (torch.backends.cuda.matmul.allow_tf32, .fp32_precision or set_float32_matmul_precision): "
+            "float32 results will differ from the CPU's in the third digit",
+            stacklevel=3,
+        )
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _tf32_enabled() -> bool:
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # newer torch refuses the older flag once this one was set
+    return bool(matmul.allow_tf32) if precision in (None, "none") else precision == "tf32"
+
+
+def _usable_threads() -> int:
+    """PyTorch's own choice, but no more than the container's CPUs."""
+    import torch
+
+    return min(torch.get_num_threads(), _container_cpus())
+
+
+def _container_cpus(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many CPUs the process's container may keep busy: with more threads than that, all of them wait by turns.
+
+    PyTorch knows the affinity of the process, not this limit: cpu.max of cgroup 2, two files of cgroup 1.
+    """
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((groups / name).read_text() for name in names).split()
+            if int(quota) > 0:
+                return max(1, int(quota) // int(period))
+        except (OSError, ValueError):  # no such file; "max": no limit
+            continue
+    return os.cpu_count() or 1

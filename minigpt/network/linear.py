@@ -1,0 +1,59 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minigpt.network.products import FORMATS, IN_PLACE, Packed, Plain, chosen
+
+
+class Linear(nn.Linear):
+    """torch.nn.Linear, fast on a CPU: [...,in_features] -> [...,out_features]."""
+
+    packed: Packed | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T + b."""
+        return multiply(x, self.weight, self.bias, self.packed)
+
+
+class Embedding(nn.Embedding):
+    """torch.nn.Embedding that can be used backwards, too, as an output head: [...,E] -> [...,V]."""
+
+    packed: Packed | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of `ids`."""
+        if self.packed and self.weight.is_cpu and self.weight.dtype == torch.float32:
+            self.packed.of(self.weight)  # the largest first: while it is packed, memory holds it twice
+        return super().forward(ids)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x W^T."""
+        return multiply(x, self.weight, None, self.packed)
+
+
+class Dropout(nn.Dropout):
+    """torch.nn.Dropout, but for its time in eval: 25 calls a token took 1 % of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zeroes some of x in training."""
+        return super().forward(x) if self.training else x
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | None = None) -> Tensor:
+    """x W^T + b, [...,in] -> [...,out], as fast as it goes."""
+    learns = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
+    if learns or not (x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu):
+        return F.linear(x, weight, bias)
+    product = packed.of(weight) if packed else chosen(IN_PLACE)(weight)
+    return product(x, bias) if x.dim() > 1 else product(x[None], bias)[0]
+
+
+def describe(layer: Linear | Embedding) -> str:
+    """How the layer's products are made, for -v."""
+    if not layer.weight.is_cpu:
+        return Plain.name
+    return (chosen(FORMATS[layer.packed.dtype]) if layer.packed else chosen(IN_PLACE)).name

@@ -1,0 +1,302 @@
+"""Proof on the user's own files: the published numbers (published.py), and the same model in Hugging Face transformers.
+
+transformers is the reference and is imported only where it is installed; it always runs in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minigpt.decoding.params import SamplingParams
+from minigpt.decoding.sampling import process
+from minigpt.decoding.sequence import encode
+from minigpt.errors import PromptError
+from minigpt.language_model import LanguageModel
+from minigpt.network.model import Record
+from minigpt.parity.check import ATTENTION, LOGITS, LOOSE, VECTORS, Check, error, spread
+
+PROMPTS = ("The meaning of life is", "def fibonacci(n):\n    if n < 2:\n", "Ünïcödé: 東京 🙂, don't   stop")
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
+)
+
+
+SEEDS = (0, 1)
+
+
+NEW_TOKENS = 16
+
+
+SHORT = 64  # tokens up to which every layer's output is compared: the memory for more would be gigabytes
+
+
+Prompts = dict[str, list[int]]  # token ids by a name to show
+
+
+def choose_prompts(lm: LanguageModel, texts: Sequence[str] = ()) -> Prompts:
+    """The built-in prompts (random ids where there is no tokenizer), cut to the context, then `texts`.
+
+    Raises PromptError for a text that is empty or does not fit the context.
+    """
+    size, vocab = lm.config.n_positions, lm.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    known = torch.tensor(sorted(set(range(vocab)) - set(lm.missing_ids)))
+
+    def random(length: int) -> list[int]:
+        return known[torch.randint(len(known), (length,), generator=generator)].tolist()
+
+    if lm.tokenizer is not None:
+        chosen = {text: encode(lm, text)[:size] for text in PROMPTS}
+    else:
+        lengths = sorted({max(1, size * part // 100) for part in (5, 30, 60)})
+        chosen = {f"{length} random ids": random(min(length, SHORT)) for length in lengths}
+    chosen[f"the whole context, {size} random ids"] = random(size)
+    for text in texts:
+        ids = encode(lm, text)
+        if not 0 < len(ids) <= size:
+            raise PromptError(
+                f"a prompt for parity has 1 to {size} tokens, the model's context, but {text[:50]!r} has {len(ids)}"
+            )
+        chosen[text] = ids
+    return chosen
+
+
+def load_reference(folder: Path, lm: LanguageModel) -> Any:
+    """The model in `folder` as transformers loads it, in float32 on lm's device; or a skipped Check that says why."""
+    try:
+        transformers: Any = import_module("transformers")
+        model_class, log = transformers.GPT2LMHeadModel, transformers.logging  # imports much more
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            return Check("transformers", "all", None, "transformers is not installed (pip install transformers)")
+        return Check("transformers", "all", None, f"transformers cannot be imported: {_line(error)}")
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        model, info = model_class.from_pretrained(
+            folder,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,  # never a pickle
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever transformers does not read, minigpt has no reference for
+        return Check("transformers", "all", None, f"transformers cannot load the model: {_line(error)}")
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()
+    missing = sorted(set(info["missing_keys"]) - {"lm_head.weight"})  # which is wte, where it is not stored
+    if missing:  # names that minigpt knows and transformers does not: it would go on with random weights
+        return Check("transformers", "all", None, f"transformers does not find {missing[0]} and others in the model")
+    # Only what is asked for, whatever generation_config.json says, and the same end ids.
+    model.generation_config = transformers.GenerationConfig(eos_token_id=list(lm.end_ids) or None, pad_token_id=0)
+    return model.float().to(lm.device).eval()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def compare(lm: LanguageModel, reference: Any, prompts: Prompts) -> Iterator[Check]:
+    """Compare with a GPT2LMHeadModel of transformers in float32: every layer, attention, logits, ids."""
+    short = {name: ids[:SHORT] for name, ids in prompts.items()}
+    first_wrong = {}
+    with torch.inference_mode():
+        for name, ids in short.items():
+            layers = _compare_layers(lm, reference, name, ids)
+            first_wrong[name] = "" if layers.passed else layers.detail
+            yield layers
+            yield _compare_attention(lm, reference, name, ids)
+        for name, ids in prompts.items():
+            yield _compare_logits(lm, reference, name, ids, first_wrong[name])
+    room = {name: ids for name, ids in short.items() if len(ids) < lm.config.n_positions}
+    for setting in SETTINGS if room else ():
+        yield _compare_ids(lm, reference, room, setting)
+
+
+def _check(lm: LanguageModel, name: str, difference: float, tolerance: float, detail: str, **more: Any) -> Check:
+    dtype = str(lm.dtype).removeprefix("torch.")
+    tolerance = float(f"{tolerance:.3g}")
+    return Check("transformers", name, difference <= tolerance, detail, difference, tolerance, dtype, **more)
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= 32 else name[:29] + "...")
+
+
+def _tolerance(lm: LanguageModel, float32: float) -> float:
+    return LOOSE.get(str(lm.dtype).removeprefix("torch."), float32)
+
+
+def _compare_logits(lm: LanguageModel, reference: Any, name: str, ids: list[int], first_wrong: str) -> Check:
+    """Largest and mean difference over all positions, 64 of them at a time: V is large."""
+    batch = torch.tensor([ids], device=lm.device)
+    ours = lm.model.hidden(batch)[0]
+    theirs: Tensor = reference.transformer(batch).last_hidden_state[0]
+    largest, total, scale, allowed = torch.zeros(()), 0.0, 0.0, 0.0
+    for rows, wanted in zip(torch.split(ours, 64), torch.split(theirs, 64), strict=True):
+        logits = reference.lm_head(wanted)
+        difference = (lm.model.head(rows).float() - logits).abs()
+        largest = torch.maximum(largest, difference.max().cpu())  # not max(): NaN stays
+        total += float(difference.sum())
+        scale = max(scale, spread(logits))
+        allowed = max(allowed, error(lm, logits, _tolerance(lm, LOGITS)))
+    mean = total / (len(ids) * lm.config.vocab_size)
+    detail = f"mean {mean:.1e}, logits up to {scale:.1f} from their mean, {len(ids)} positions"
+    detail += f"; a layer {first_wrong}" if first_wrong else ""
+    return _check(lm, f"logits of {_shown(name)}", float(largest), allowed, detail)
+
+
+def _compare_layers(lm: LanguageModel, reference: Any, name: str, ids: list[int]) -> Check:
+    """The output of every module, in the order in which they run: the first that differs is where the cause is."""
+    batch = torch.tensor([ids], device=lm.device)
+    ours = _outputs(lm.model, lambda: lm.model.hidden(batch, record=Record()))
+    theirs = _outputs(reference.transformer, lambda: reference.transformer(batch))
+    tolerance = _tolerance(lm, VECTORS)
+    differences = {}
+    for module, output in ours.items():
+        expected = theirs[module].reshape(output.shape)
+        lengths = expected.norm(dim=-1).clamp_min(1e-6)
+        differences[module] = float(((output - expected).norm(dim=-1) / lengths).max())
+    values = torch.tensor(list(differences.values()))  # whose max() is NaN where one is
+    first = next((module for module, value in differences.items() if not value <= tolerance), None)
+    if first:
+        detail = f"first differs at {first}, by {differences[first]:.1e} of its length"
+    else:
+        detail = f"largest at {list(differences)[int(values.argmax())]}"
+    in_block = [
+        [name.startswith(f"h.{layer}.") or name == f"h.{layer}" for name in differences]
+        for layer in range(lm.config.n_layer)
+    ]
+    layers = [float(values[torch.tensor(names)].max()) for names in in_block]
+    return _check(lm, f"layers of {_shown(name)}", float(values.max()), tolerance, detail, layers=layers)
+
+
+def _outputs(model: torch.nn.Module, forward: Any) -> dict[str, Tensor]:
+    """What each block, and each module with parameters of its own, gives during `forward`: [T, width] in float32."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            found[name] = output.float().reshape(-1, output.shape[-1])
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(keep(name))
+        for name, module in model.named_modules()
+        if name and (name.count(".") == 1 or any(True for _ in module.parameters(recurse=False)))
+    ]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _compare_attention(lm: LanguageModel, reference: Any, name: str, ids: list[int]) -> Check:
+    """The attention weights of every head of every block."""
+    batch = torch.tensor([ids], device=lm.device)
+    record = Record()
+    lm.model.hidden(batch, record=record)
+    theirs = reference.transformer(batch, output_attentions=True).attentions
+    differences = [(ours.float() - theirs[layer]).abs().amax((0, 2, 3)) for layer, ours in enumerate(record.attentions)]
+    layers = [float(heads.max()) for heads in differences]
+    tolerance = _tolerance(lm, ATTENTION)
+    layer = next((at for at, worst in enumerate(layers) if not worst <= tolerance), layers.index(max(layers)))
+    head = int(differences[layer].argmax())
+    detail = f"{'first differs' if not layers[layer] <= tolerance else 'largest'} at L{layer}H{head}"
+    worst = float(torch.tensor(layers).max())
+    return _check(lm, f"attention of {_shown(name)}", worst, tolerance, detail, layers=layers)
+
+
+def _compare_ids(lm: LanguageModel, reference: Any, prompts: Prompts, setting: dict[str, Any]) -> Check:
+    """The ids of all prompts in one batch here, of each alone there; for each seed, if the setting samples."""
+    kind = "sampled" if setting.get("temperature") else "greedy"
+    name = " ".join([kind, *(f"{key}={value}" for key, value in setting.items())])
+    dtype = str(lm.dtype).removeprefix("torch.")
+    if kind != "greedy" and (lm.device.type != "cpu" or dtype != "float32"):
+        why = "only float32 on the CPU draws what transformers draws"
+        return Check("transformers", name, None, why, dtype=dtype)
+    runs = [(seed, *item) for seed in (SEEDS if kind != "greedy" else (None,)) for item in prompts.items()]
+    new = [min(NEW_TOKENS, lm.config.n_positions - len(ids)) for _, _, ids in runs]
+    each = [SamplingParams(**setting, seed=seed, max_new_tokens=n) for (seed, _, _), n in zip(runs, new, strict=True)]
+    completions = lm.generate_many([ids for _, _, ids in runs], each)
+    tokens, ties, worst, tolerance = 0, 0, 0.0, 0.0
+    detail = ""
+    for (_, prompt, ids), params, completion in zip(runs, each, completions, strict=True):
+        expected = reference_ids(lm, reference, ids, params)
+        tokens += len(expected)
+        if completion.ids == expected:
+            continue
+        at = next(i for i, (a, b) in enumerate(itertools.zip_longest(completion.ids, expected)) if a != b)
+        gap, allowed, margin = _gap(lm, reference, ids + expected[:at], at, params, completion.ids[at:], expected[at:])
+        ties += 1
+        if worst - tolerance <= gap - allowed:  # the one that is most wrong
+            worst, tolerance = gap, allowed
+            seed = "" if params.seed is None else f", seed {params.seed}"
+            drew = f"{completion.ids[at : at + 1]}, not {expected[at : at + 1]}, top-2 margin {margin:.2g}"
+            detail = f"; first differs at token {at + 1} of {_shown(prompt)}{seed}: {drew}"
+    return _check(lm, name, worst, tolerance, f"{len(runs) - ties} of {len(runs)} runs equal, {tokens} tokens{detail}")
+
+
+def reference_ids(lm: LanguageModel, reference: Any, ids: list[int], params: SamplingParams) -> list[int]:
+    """What transformers draws after `ids` for the same parameters. The global random state is put back."""
+    options: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens,
+        "do_sample": params.temperature > 0,
+        "repetition_penalty": params.repetition_penalty,
+        "no_repeat_ngram_size": params.no_repeat_ngram_size,
+        "suppress_tokens": lm.missing_ids or None,
+    }
+    if params.temperature > 0:
+        options |= {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        options["min_p"] = params.min_p or None
+    inputs = torch.tensor([ids], device=lm.device)
+    with torch.random.fork_rng(devices=[]):
+        if params.temperature > 0:
+            torch.manual_seed(params.seed or 0)
+        out = reference.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+    drawn: list[int] = out[0, len(ids) :].tolist()
+    return drawn
+
+
+@torch.inference_mode()
+def _gap(
+    lm: LanguageModel, reference: Any, history: list[int], drawn: int, params: SamplingParams, *tokens: list[int]
+) -> tuple[float, float, float]:
+    """Where the ids part: how far the worse of the two tokens is below the best by transformers' logits, what is
+    allowed, and the margin between its two best. Greedy: in scores. Sampled: in log(P/q), whose arg max is the draw."""
+    logits = reference(torch.tensor([history], device=lm.device)).logits[0, -1].cpu()
+    scores = process(logits, history, drawn, params, lm.end_ids, lm.missing_ids)
+    # From all logits: those that top_p leaves may lie close together.
+    allowed = 2 * error(lm, logits, _tolerance(lm, LOGITS)) / (params.temperature or 1.0)
+    if params.temperature > 0:
+        generator = torch.Generator().manual_seed(params.seed or 0)
+        for _ in range(drawn + 1):
+            q = torch.empty_like(scores).exponential_(1, generator=generator)
+        scores = scores.log_softmax(-1) - q.log()
+    best, second = scores.topk(2).values.tolist()
+    ours, theirs = (token[0] if token else -1 for token in tokens)
+    if min(ours, theirs) < 0:  # one of them stopped early
+        return math.inf, allowed, best - second
+    gap = best - min(float(scores[ours]), float(scores[theirs]))
+    return gap, allowed, best - second

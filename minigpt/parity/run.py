@@ -1,0 +1,60 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from minigpt.files import checkpoint, locate
+from minigpt.files.hub import ALIASES
+from minigpt.loading import load
+from minigpt.network.device import find_device, find_dtype
+from minigpt.parity.check import Check
+from minigpt.parity.published import check_published, check_tokenizer, identify, read
+from minigpt.parity.reference import choose_prompts, compare, load_reference
+
+
+def run(
+    model: str | os.PathLike[str] = "gpt2",
+    *,
+    prompts: Sequence[str] = (),
+    dtypes: Sequence[str] = ("float32",),
+    device: str = "auto",
+    revision: str | None = None,
+    offline: bool = False,
+    progress: bool = False,
+) -> Iterator[Check]:
+    """Check a model against the published numbers, if its file is an official one, and against transformers.
+
+    prompts: texts to compare on besides the built-in ones.        The other arguments are those of minigpt.load.
+    Gives each Check as it is done. Raises as load does, and PromptError for a prompt that is too long. A device or a
+    format that is not there is refused before any work.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # load will give them
+        for dtype in dtypes:
+            find_dtype(dtype, find_device(device))
+    folder = locate.locate(model, revision=revision, offline=offline, progress=progress)
+    data = read()
+    alias = str(model) if model in ALIASES and revision is None else None
+    official, check = identify(checkpoint.describe(folder), data["files"], alias)
+    yield check
+    reference: Any = None
+    for number, dtype in enumerate(dict.fromkeys(dtypes)):
+        lm = load(folder, device=device, dtype=dtype)
+        chosen = choose_prompts(lm, prompts)
+        if not number:
+            yield check_tokenizer(lm.tokenizer, data["tokenizer"])
+            reference = load_reference(folder, lm)
+        entries = [entry for entry in data["checks"] if entry["model"] == official]
+        if entries:
+            yield from check_published(lm, entries)
+        else:
+            why = f"of {official} none are shipped" if official else "they hold for the official files only"
+            yield Check("published", "numbers", None, f"{why}: skipped", dtype=dtype)
+        if isinstance(reference, Check):
+            yield reference
+        else:
+            yield from compare(lm, reference, chosen)

@@ -1,0 +1,57 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+from minigpt.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Decodes ids one at a time and never gives half a character. All that it gives, joined, is decode(ids)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, id: int) -> str:
+        """The text that this id completes: "" inside a character. Raises PromptError for an id that does not exist."""
+        return self._decoder.decode(self._tokenizer.token_bytes(id))
+
+    def flush(self) -> str:
+        """The rest: U+FFFD if the ids ended inside a character, else ""."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopText:
+    """Finds stop strings in streamed text: holds back what may begin one, cuts exactly before the first one found."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = stops
+        self.held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Take more text, give what can be shown. Nothing more is shown once a stop string is found."""
+        if self.found:
+            return ""
+        self.held += text
+        hits = [at for at in map(self.held.find, self.stops) if at >= 0]
+        if hits:
+            self.found = True
+            cut = min(hits)
+        else:  # keep the longest end of the text that begins a stop string
+            cut = next((i for i in range(len(self.held)) if self._may_begin_stop(self.held[i:])), len(self.held))
+        shown, self.held = self.held[:cut], self.held[cut:]
+        return shown
+
+    def _may_begin_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self.stops)
+
+    def flush(self) -> str:
+        """No more text comes: what was held back, unless it is a stop string."""
+        return "" if self.found else self.held
