@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from test_generation import assert_same
+from drawn import assert_same
 
 from minigpt import GPT2, GPT2Config, LanguageModel, SamplingParams
 

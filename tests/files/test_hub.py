@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer
+from hub_server import HubServer, environment
 
 from minigpt.errors import ModelNotFoundError
 from minigpt.files import locate as locate_module
@@ -77,11 +77,6 @@ def home(tmp_path: Path) -> Path:
 
 def command(name: str, **options: object) -> list[str]:
     return [sys.executable, "-c", SCRIPT, name, json.dumps(options)]
-
-
-def environment(url: str, home: Path, **extra: str) -> dict[str, str]:
-    keep = {key: os.environ[key] for key in ("PATH", "SYSTEMROOT") if key in os.environ}
-    return {**keep, "PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_ENDPOINT": url, **extra}
 
 
 def find(url: str, home: Path, name: str = REPO, env: dict[str, str] | None = None, **options: object) -> str:

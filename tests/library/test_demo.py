@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import assert_same, theirs
 from safetensors import safe_open
-from test_generation import assert_same, theirs
 from transformers import GPT2LMHeadModel
 
 import minigpt

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench
 import pytest
 import torch
 from tiny import gpt2_folder
 
 import minigpt
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import bench
 
 
 def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
