@@ -150,6 +150,7 @@ def official_layout(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT2LMHea
     return reference, folder
 
 
+@pytest.mark.slow
 def test_the_official_layout_decodes_as_transformers_does(official_layout: tuple[GPT2LMHeadModel, Path]) -> None:
     reference, folder = official_layout
     lm = minigpt.load(folder, device="cpu")
@@ -379,6 +380,7 @@ def test_each_token_is_computed_once_and_memory_is_what_the_cache_needs(
     assert size == 4 * 3 * 2 * 79 * 24  # float32, layers, rows, tokens, width
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_from_one_call_to_the_next() -> None:
     lm = LanguageModel(from_hf(hf_model()).requires_grad_(True))
 
@@ -755,6 +757,7 @@ def test_a_dtype_that_the_device_lacks_names_the_ones_it_has() -> None:
         minigpt.load("demo", device="cpu", dtype="bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision", "set_float32_matmul_precision", "none"])
 def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None:
     """In a process of its own: newer PyTorch lets a program use only one of these settings."""
@@ -775,6 +778,7 @@ def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None
     assert bool(run.stdout) == (setting != "none")
 
 
+@pytest.mark.slow
 def test_loading_stays_clear_of_torch_dynamo(tmp_path: Path) -> None:
     """Initialising on the meta device imports it, which takes longer than the rest of loading."""
     from_hf_model = hf_model()

@@ -553,6 +553,7 @@ def test_what_is_no_file_does_not_count_as_absent(official: Path, tmp_path: Path
             Tokenizer.from_folder(tmp_path, 50257)
 
 
+@pytest.mark.slow
 def test_half_an_official_file_is_never_used(official: Path, tmp_path: Path) -> None:
     """An interrupted download gave wrong ids, or a panic, in other tools."""
     for name in ("vocab.json", "merges.txt"):
