@@ -17,10 +17,9 @@ from torch import Tensor
 
 from minigpt import scoring
 from minigpt.checks import integer
-from minigpt.decoding.cuda_graph import DecodeStep
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Completion, Failure, Prompt, Request, Row, Step, Task, encode, is_one_prompt
-from minigpt.decoding.step import FlatStep
+from minigpt.decoding.step import Steps
 from minigpt.errors import MiniGPTError, PromptError
 from minigpt.interpret import heads
 from minigpt.network.cache import KVCache
@@ -265,7 +264,7 @@ class LanguageModel:
         A row that draws nothing comes with None, and so does one that fails: it ends with its `error` set.
         """
         cache: KVCache | None = None
-        graph, flat = DecodeStep(self.model, heads), FlatStep(heads)
+        step = Steps(self.model)
         active: list[Row] = []  # row i of the cache belongs to active[i]
         while True:
             while len(active) < slots and (row := next(waiting, None)) is not None:
@@ -274,69 +273,57 @@ class LanguageModel:
                     continue
                 if cache is None:
                     dtype = self.model.wpe.weight.dtype  # of the activations: self.dtype is that of the matrices
-                    cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=dtype)
-                    cache.lengths = []
+                    cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=dtype, rows=0)
                 cache.reserve(row.max_len)
                 with undisturbed(self.model), torch.inference_mode():
-                    logits = self._admit(row, active, cache, heads)
+                    logits = self._admit(row, active, cache)
                 active.append(row)
                 yield row, row.accept(logits)
                 self._drop_finished(active, cache)
             if not active or cache is None:
                 return
             with undisturbed(self.model), torch.inference_mode():
-                logits = self._decode(active, cache, heads, graph, flat)
+                logits = self._decode(active, cache, step)
             for index, row in enumerate(active):
                 yield row, row.accept(logits[index])
             self._drop_finished(active, cache)
 
-    def _admit(self, row: Row, active: list[Row], cache: KVCache, heads: Heads) -> Tensor:
+    def _admit(self, row: Row, active: list[Row], cache: KVCache) -> Tensor:
         """Fill the next slot of the cache, by prefill or from an active sample of the same prompt. Gives logits [V]."""
-        slot = len(active)
-        cache.lengths.append(0)
+        slot = cache.add_row()
         request = row.request
         for index, other in enumerate(active):
             if other.request is request and not other.slid and request.logits is not None:
                 cache.copy_row(index, slot, len(row.context))
                 return request.logits
-        logits = self._prefill(row.context, cache, slot, heads)
+        logits = self._prefill(row.context, cache, slot)
         if request.params.samples > 1:
             request.logits = logits
         return logits
 
-    def _prefill(self, ids: list[int], cache: KVCache, slot: int, heads: Heads) -> Tensor:
+    def _prefill(self, ids: list[int], cache: KVCache, slot: int) -> Tensor:
         """Fill row `slot` of the cache with `ids` from position 0, and return the logits after the last one, [V]."""
-        view = cache.row(slot)
-        hidden = self.model.hidden(torch.tensor([ids], device=self.device), view, ablate=heads)  # (1, T, E)
-        cache.lengths[slot] = view.lengths[0]
+        hidden = self.model.hidden(torch.tensor([ids], device=self.device), cache.row(slot))  # (1, T, E)
         return self.model.head(hidden[0, -1])
 
-    def _decode(self, active: list[Row], cache: KVCache, heads: Heads, graph: DecodeStep, flat: FlatStep) -> Tensor:
+    def _decode(self, active: list[Row], cache: KVCache, step: Steps) -> Tensor:
         """Feed each row's last token; returns the logits after it, [B,V]."""
         for slot, row in enumerate(active):
             if cache.lengths[slot] == self.config.n_positions:  # only a row that slides gets here
                 row.slid = True
-                cache.lengths[slot] = 0
+                cache.cut(slot, 0)
                 if len(row.context) > 1:
-                    self._prefill(row.context[:-1], cache, slot, heads)
-        last = [row.history[-1] for row in active]
-        if (logits := graph(last, cache)) is not None:  # on CUDA, when it pays
-            return logits
-        ids = torch.tensor(last, device=self.device)[:, None]  # (B, 1)
-        if (logits := flat(self.model, ids, cache)) is not None:  # on a CPU, where it fits
-            return logits
-        return self.model.head(self.model.hidden(ids, cache, ablate=heads)[:, -1])
+                    self._prefill(row.context[:-1], cache, slot)
+        ids = torch.tensor([row.history[-1] for row in active], device=self.device)[:, None]  # (B, 1)
+        return step(ids, cache)[:, -1]
 
     def _drop_finished(self, active: list[Row], cache: KVCache) -> None:
         """Free the slots of finished rows; the last row moves into each gap."""
         for slot in reversed(range(len(active))):
             if active[slot].finish_reason:
-                last = len(active) - 1
-                if slot != last:
-                    cache.copy_row(last, slot, cache.lengths[last])
-                    active[slot] = active[last]
+                cache.drop_row(slot, damaged=active[slot].error is not None)
+                active[slot] = active[-1]
                 active.pop()
-                cache.lengths.pop()
 
     def _heads(self, ablate: Iterable[str]) -> list[tuple[int, int]]:
         return heads.named_heads(self.config, ablate)
