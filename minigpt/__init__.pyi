@@ -11,8 +11,8 @@ from minigpt.errors import MiniGPTError as MiniGPTError
 from minigpt.errors import ModelNotFoundError as ModelNotFoundError
 from minigpt.errors import PromptError as PromptError
 from minigpt.errors import TokenizerError as TokenizerError
-from minigpt.files.write import save as save
 from minigpt.language_model import LanguageModel as LanguageModel
+from minigpt.language_model import save as save
 from minigpt.loading import load as load
 from minigpt.network.cache import KVCache as KVCache
 from minigpt.network.config import GPT2Config as GPT2Config

@@ -7,6 +7,7 @@ rows going, where a row that ends makes room for the next prompt.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,8 @@ from minigpt.decoding.cuda_graph import DecodeStep
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Completion, Failure, Prompt, Request, Row, Step, Task, encode, is_one_prompt
 from minigpt.decoding.step import FlatStep
-from minigpt.errors import MiniGPTError, PromptError
+from minigpt.errors import MiniGPTError, PromptError, TokenizerError
+from minigpt.files.write import write_checkpoint
 from minigpt.interpret import heads
 from minigpt.network.cache import KVCache
 from minigpt.network.config import GPT2Config
@@ -51,8 +53,18 @@ class LanguageModel:
     The model is put into eval mode.
     """
 
-    def __init__(self, model: GPT2, tokenizer: Tokenizer | None = None, end_ids: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        model: GPT2,
+        tokenizer: Tokenizer | TokenizerError | None = None,
+        end_ids: Collection[int] | None = None,
+        *,
+        defaults: SamplingParams | None = None,
+    ) -> None:
         self.model = model.eval()
+        self.defaults = defaults or SamplingParams()
+        self.problem = tokenizer if isinstance(tokenizer, TokenizerError) else None
+        tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
         self.tokenizer = tokenizer
         self.config: GPT2Config = model.config
         eos = self.config.eos_token_id
@@ -340,3 +352,12 @@ class LanguageModel:
 
     def _heads(self, ablate: Iterable[str]) -> list[tuple[int, int]]:
         return heads.named_heads(self.config, ablate)
+
+
+def save(model: GPT2 | LanguageModel, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    """Write a model as OpenAI's checkpoints are; of a LanguageModel, its tokenizer too."""
+    if isinstance(model, LanguageModel):
+        others = model.tokenizer.files() if model.tokenizer else {}
+        write_checkpoint(model.model, folder, dtype, others)
+    else:
+        write_checkpoint(model, folder, dtype)
