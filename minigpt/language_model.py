@@ -187,7 +187,7 @@ class LanguageModel:
         ablate: heads to switch off, as "layer.head".
         Raises PromptError for fewer than two tokens, or more than the context.
         """
-        return heads.patterns(self.model, encode(self, text), self._heads(ablate))
+        return heads.patterns(heads.without_heads(self.model, self._heads(ablate)), encode(self, text))
 
     def bos_id(self) -> int:
         """The beginning-of-text token. Raises PromptError if the model has none."""
