@@ -153,8 +153,7 @@ def ablation_losses(model: GPT2, ids: Sequence[int], heads: Iterable[Head]) -> I
 
     def loss(model: GPT2) -> float:
         with undisturbed(model):  # not around the loop: between two heads the caller's own settings hold
-            _, logprobs = scoring.log_probabilities(model, list(ids))
-        return -sum(logprobs) / len(logprobs)
+            return -sum(scoring.log_probabilities(model, ids)) / (len(ids) - 1)
 
     plain = loss(model)
     for layer, head in heads:
