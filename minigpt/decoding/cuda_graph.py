@@ -2,7 +2,7 @@
 
 A step launches hundreds of small kernels, which takes the CPU longer than the GPU needs to run them. A graph launches
 them all at once. It repeats exactly what was recorded, so nothing may change but the contents of two tensors: the ids
-and the positions that they take. Hence FixedCache: every step computes every row of the cache, over all its positions.
+and the positions that they take. Hence StaticCache: every step computes every row of the cache, over all its positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minigpt.errors import PromptError
-from minigpt.network.cache import FixedCache, KVCache
+from minigpt.network.cache import KVCache, StaticCache
 from minigpt.network.model import GPT2, has_hooks
 
 ORDINARY_STEPS = 8  # about as long as a capture takes, so that no answer takes much more than twice the shorter way
@@ -43,7 +43,7 @@ class DecodeStep:
         self.steps = 0  # ordinary ones on this memory
         self.failed = False
         self.replay: Callable[[], Tensor] | None = None
-        self.fixed: FixedCache | None = None  # kept with `replay`: a graph holds addresses, not tensors
+        self.fixed: StaticCache | None = None  # kept with `replay`: a graph holds addresses, not tensors
 
     def __call__(self, ids: list[int], cache: KVCache) -> Tensor | None:
         """Feed the next token of each row: the logits after it, [B,V]; the cache's lengths have moved on.

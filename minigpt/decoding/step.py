@@ -137,3 +137,15 @@ def _norm(layer: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
 def _product(layer: Linear) -> Callable[[Tensor], Any]:
     weight, bias = layer.weight, layer.bias
     return lambda x: layer.packed.of(weight)(x, bias) if layer.packed else layer.forward(x)
+
+
+class Steps:
+    """Logits [B,T,V] of the next tokens [B,T]."""
+
+    def __init__(self, model: GPT2) -> None:
+        self.model, self.flat = model, FlatStep(())
+
+    def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
+        if ids.shape[1] == 1 and (logits := self.flat(self.model, ids, cache)) is not None:
+            return logits[:, None]
+        return self.model(ids, cache)

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,7 +50,9 @@ def _shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
     }
 
 
-def save(model: GPT2, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+def write_checkpoint(
+    model: GPT2, folder: Path, dtype: torch.dtype | None = None, others: Mapping[str, bytes] = MappingProxyType({})
+) -> None:
     """Write `model` as OpenAI's checkpoints are: config.json, generation_config.json and model.safetensors.
 
     dtype: a float format for the file, the model's own where not given. A vocabulary is not written: copy it beside.

@@ -6,18 +6,67 @@ attends to each position q <= p; it sums to 1.
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minigpt import scoring
 from minigpt.errors import CheckpointError, PromptError
 from minigpt.network.config import GPT2Config
+from minigpt.network.linear import Linear
 from minigpt.network.model import GPT2, Record, undisturbed
+from minigpt.network.products import Packed
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def without_heads(model: GPT2, heads: Iterable[tuple[int, int]]) -> GPT2:
+    """The model with heads, (layer, head) pairs, switched off: their columns of W_O are zero.
+
+    It shares every tensor and every packed product with `model`, but for W_O of the layers named: a change within a
+    shared weight is seen in both. W_O, the modules and their hooks are those that `model` has now: a hook set later
+    runs on the one it was set on.
+    Raises ValueError for a head that does not exist, and for a model whose own methods or W_O were replaced.
+    """
+    chosen: dict[int, set[int]] = defaultdict(set)
+    for layer, head in heads:
+        if not (0 <= layer < model.config.n_layer and 0 <= head < model.config.n_head):
+            raise ValueError(f"the model has no head {layer}.{head}")
+        chosen[layer].add(head)
+    ablated = _sharing(model)
+    for layer, off in chosen.items():
+        attention: Any = ablated.h[layer].attn
+        D, projection = attention.head_dim, attention.c_proj
+        if type(projection) not in (Linear, nn.Linear):
+            raise ValueError(f"no head can be switched off: W_O of block {layer} is {type(projection).__name__} now")
+        weight = projection.weight
+        with torch.inference_mode(False), torch.no_grad():
+            zeroed = weight.clone()  # (E, H*D)
+            for head in off:
+                zeroed[:, head * D : (head + 1) * D] = 0
+            projection.weight = nn.Parameter(zeroed, requires_grad=weight.requires_grad)
+        if getattr(projection, "packed", None) is not None:
+            projection.packed = Packed(projection.packed.dtype)
+    return ablated
+
+
+def _sharing(module: Module) -> Module:
+    """A copy of the module and of those in it, with the same tensors, products and hooks."""
+    replaced = [name for name in vars(module) if callable(getattr(type(module), name, None))]
+    if replaced:  # it may be bound to the original, and so to the original's W_O
+        raise ValueError(f"no head can be switched off: {type(module).__name__}.{replaced[0]} was replaced")
+    shared = copy.copy(module)
+    vars(shared).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
+    for name, child in module.named_children():
+        shared.add_module(name, _sharing(child))
+    return shared
 
 
 def patterns(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]] = ()) -> Tensor:
@@ -136,7 +185,7 @@ def ablation_losses(
 
     def loss(*without: tuple[int, int]) -> float:
         with undisturbed(model):  # not around the loop: between two heads the caller's own settings hold
-            _, logprobs = scoring.log_probabilities(model, list(ids), ablate=[*ablate, *without])
+            logprobs = scoring.log_probabilities(without_heads(model, [*ablate, *without]), ids)
         return -sum(logprobs) / len(logprobs)
 
     plain = loss()

@@ -1,6 +1,11 @@
-"""The key/value cache: what attention has to remember of the tokens already seen. An argument, never module state."""
+"""The key/value cache: the keys and values of the tokens already seen.
+
+A cache is an argument of every call, never a module's state.
+"""
 
 from __future__ import annotations
+
+import copy
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +18,13 @@ from minigpt.network.config import GPT2Config
 class KVCache:
     """Preallocated keys and values of every block, [L,B,H,S,D], with one length per row.
 
-    Rows may differ in length: each step writes at each row's own length, and what lies beyond it is padding on the
-    right, which the causal mask hides. `lengths` says how many tokens each row holds and, by its own length, how many
-    of the `batch_size` rows are in use; the caller may change both (shorten a row, add one, drop the last).
+    Rows may differ in length: each step writes at each row's own length. What lies beyond a row's
+    length is padding on the right, which the causal mask hides. `lengths` holds the number of
+    tokens of each row in use. Read it; add_row, cut, drop_row, copy_row and advance change it.
 
     max_len: the tokens that each row can hold, by default all n_positions of the model.
-    device, dtype: the model's own.
+    device, dtype: the model's own; by default the CPU and float32.
+    rows: how many of the `batch_size` rows are in use at first, by default all.
     """
 
     def __init__(
@@ -29,18 +35,23 @@ class KVCache:
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        rows: int | None = None,
     ) -> None:
         head_dim = config.n_embd // config.n_head
         shape = (config.n_layer, batch_size, config.n_head, max_len or config.n_positions, head_dim)
         # Zeros, not empty: a hidden position has weight 0, and 0 * NaN would still be NaN.
-        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        if self.keys.is_cpu:  # one query times all keys is up to 1.4 times as fast if they lie as [L,B,H,D,S] (Zen 5)
+        self.keys = torch.zeros(shape, device=device or "cpu", dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+        if self.keys.is_cpu:  # [L,B,H,D,S] in memory: one query times all keys is up to 1.4 x faster (Zen 5)
             self.keys = self.keys.view(*shape[:3], head_dim, shape[3]).transpose(3, 4)
-        self.lengths = [0] * batch_size
+        self.lengths = [0] * (batch_size if rows is None else rows)
+        self._whole: tuple[KVCache, int] | None = None  # of which cache, and which row, `row` made this view
+        self._step: tuple[object, Tensor, Tensor] | None = None  # of which step, rows [B,1], positions [B,T]
+        self._seen: tuple[Tensor, Tensor, Tensor] | None = None  # positions, mask, the rows of the mask at them
 
     @property
     def max_len(self) -> int:
-        """How many tokens a row can hold."""
+        """The number of tokens that a row can hold."""
         return self.keys.shape[3]
 
     @property
@@ -51,13 +62,31 @@ class KVCache:
 
     def positions(self, n_new: int) -> Tensor:
         """Positions of the next `n_new` tokens of each row, [B,T]."""
-        starts = torch.tensor(self.lengths, device=self.keys.device)
-        return starts[:, None] + torch.arange(n_new, device=self.keys.device)
+        return self._indices(n_new)[1]
+
+    def visible(self, mask: Tensor, n_new: int) -> Tensor:
+        """The rows of a causal mask for the next `n_new` tokens of rows that differ in length, [B,1,T,S]."""
+        positions = self.positions(n_new)
+        if self._seen is None or self._seen[0] is not positions or self._seen[1] is not mask:
+            stop = max(self.lengths) + n_new
+            self._seen = positions, mask, mask[positions, :stop].unsqueeze(1)
+        return self._seen[2]
+
+    def _indices(self, n_new: int) -> tuple[Tensor, Tensor]:
+        """Rows [B,1] and positions [B,T] of the new tokens: made once a step, not once a block."""
+        step = (n_new, *self.lengths)
+        if self._step is None or self._step[0] != step:
+            device = self.keys.device
+            starts = torch.tensor(self.lengths, device=device)[:, None]
+            rows = torch.arange(len(self.lengths), device=device)[:, None]
+            self._step = step, rows, starts + torch.arange(n_new, device=device)
+        return self._step[1:]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens' keys and values, [B,H,T,D], and return all of that block's, [B,H,S,D].
 
-        The lengths move only in `advance`, once every block has written. Raises PromptError where a row would overflow.
+        The lengths move only in `advance`, once every block has written.
+        Raises PromptError where a row would overflow.
         """
         rows, n_new, start = len(self.lengths), k.shape[2], self.start
         stop = max(self.lengths) + n_new
@@ -68,25 +97,55 @@ class KVCache:
             keys.narrow(2, start, n_new).copy_(k)
             values.narrow(2, start, n_new).copy_(v)
         else:
-            row, position = torch.arange(rows, device=k.device)[:, None], self.positions(n_new)
+            row, position = self._indices(n_new)
             keys[row, :, position] = k.transpose(1, 2)  # indexed so, the target is [B,T,H,D]
             values[row, :, position] = v.transpose(1, 2)
-        return (k, v) if start == 0 else (keys, values)  # what is all there is, as it came, is the faster to read
+        return (k, v) if start == 0 else (keys, values)  # an empty cache: k and v are all, and contiguous
 
     def advance(self, n_new: int) -> None:
         """Count `n_new` more tokens in every row."""
         self.lengths = [length + n_new for length in self.lengths]
+        if self._whole:
+            cache, row = self._whole
+            cache.lengths[row] = self.lengths[0]
+
+    def add_row(self) -> int:
+        """Take the next slot into use, with length 0, and return its index."""
+        if len(self.lengths) == self.keys.shape[1]:
+            raise ValueError(f"all {len(self.lengths)} rows of the cache are in use")
+        self.lengths.append(0)
+        return len(self.lengths) - 1
 
     def row(self, index: int) -> KVCache:
-        """Row `index` as a cache of its own (one row, empty) on the same memory, to prefill it while others wait."""
-        view = object.__new__(KVCache)
+        """Row `index` from its beginning, as a cache of its own on the same memory.
+
+        Prefill it while the other rows wait: what it advances by is the row's length here, too.
+        """
+        view = copy.copy(self)
         view.keys, view.values = self.keys[:, index : index + 1], self.values[:, index : index + 1]
-        view.lengths = [0]
+        view.lengths, view._whole, view._step, view._seen = [0], (self, index), None, None
+        self.lengths[index] = 0
         return view
 
-    def fixed(self, starts: Tensor) -> FixedCache:
-        """All rows on the same memory, for steps whose shapes do not depend on the lengths: those are in `starts`."""
-        return FixedCache(self, starts)
+    def cut(self, row: int, length: int) -> None:
+        """Forget the tokens of `row` beyond the first `length`."""
+        if not 0 <= length <= self.lengths[row]:
+            raise ValueError(f"row {row} has {self.lengths[row]} tokens and cannot be cut to {length}")
+        self.lengths[row] = length
+
+    def drop_row(self, row: int, damaged: bool = False) -> None:
+        """Free the slot of `row`; the last row moves into the gap.
+
+        damaged: clear the slot first. A NaN left there would reach the prompt that gets the slot
+        next, although hidden: 0 * NaN is NaN.
+        """
+        last = len(self.lengths) - 1
+        if damaged:
+            self.keys[:, row].zero_()
+            self.values[:, row].zero_()
+        if row != last:
+            self.copy_row(last, row, self.lengths[last])
+        self.lengths.pop()
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make row `target` a copy of the first `length` tokens of row `source`."""
@@ -95,7 +154,7 @@ class KVCache:
         self.lengths[target] = length
 
     def reserve(self, max_len: int) -> None:
-        """Make room for `max_len` tokens per row, keeping what is there."""
+        """Make room for `max_len` tokens per row, and keep the tokens there."""
         if max_len > self.max_len:
             more = max_len - self.max_len  # zeros after the last position
             self.values = F.pad(self.values, (0, 0, 0, more))
@@ -105,32 +164,37 @@ class KVCache:
                 self.keys = F.pad(self.keys, (0, 0, 0, more))
 
 
-class FixedCache(KVCache):
-    """A KVCache for one new token per row, in which no Python number changes from step to step: for a CUDA graph.
+class StaticCache(KVCache):
+    """A KVCache on another's memory in which no Python number changes from step to step, for a CUDA graph.
 
-    Every step sees all `max_len` positions of all rows in use or not, and the mask hides what a row does not hold. The
-    lengths are read from `starts` [B] on the device, so only the caller can check them: each must be below `max_len`.
+    Every step computes all rows, in use or not, over all `max_len` positions. The mask hides the
+    positions that a row does not hold. The new tokens' positions are read from `at` [B,T] on the
+    device, which the caller moves on and checks: each must be below `max_len`.
     """
 
-    def __init__(self, cache: KVCache, starts: Tensor) -> None:
-        self.keys, self.values, self.starts = cache.keys, cache.values, starts
-        self.rows = torch.arange(len(starts), device=starts.device)
-        self.lengths = [0] * len(starts)  # so many rows
+    def __init__(self, cache: KVCache, at: Tensor) -> None:
+        self.keys, self.values, self.at = cache.keys, cache.values, at
+        self.rows = torch.arange(len(at), device=at.device)[:, None]
+        self.lengths = [0] * len(at)  # so many rows
 
     @property
     def start(self) -> None:
         """Rows may differ in length."""
 
     def positions(self, n_new: int) -> Tensor:
-        """Positions of the next token of each row, [B,1]."""
-        return self.starts[:, None]
+        """Positions of the new tokens of each row, [B,T]."""
+        return self.at
+
+    def visible(self, mask: Tensor, n_new: int) -> Tensor:
+        """The rows of a causal mask for the new tokens, [B,1,T,max_len]."""
+        return mask[self.at, : self.max_len].unsqueeze(1)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new token's keys and values, [B,H,1,D], and return the whole block's, [B,H,max_len,D]."""
+        """Write the new tokens' keys and values, [B,H,T,D], and return the whole block's, [B,H,max_len,D]."""
         keys, values = self.keys[layer], self.values[layer]
-        keys[self.rows, :, self.starts] = k[:, :, 0]  # indexed so, the target is [B,H,D]
-        values[self.rows, :, self.starts] = v[:, :, 0]
+        keys[self.rows, :, self.at] = k.transpose(1, 2)  # indexed so, the target is [B,T,H,D]
+        values[self.rows, :, self.at] = v.transpose(1, 2)
         return keys, values
 
     def advance(self, n_new: int) -> None:
-        """Nothing: the caller moves `starts`."""
+        """Nothing: the caller moves `at`."""

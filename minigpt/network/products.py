@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minigpt.errors import CheckpointError
 
@@ -238,3 +238,10 @@ class Packed:
 def _state(weight: Tensor) -> tuple[int, int]:
     """Changes whenever the weight does (within PyTorch, and not through `.data`)."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def forget(model: nn.Module) -> None:
+    """Drop all packed copies."""
+    for module in model.modules():
+        if getattr(module, "packed", None):
+            module.packed = Packed(module.packed.dtype)
