@@ -8,9 +8,9 @@ import time
 from typing import TYPE_CHECKING
 
 from minigpt.cli import jobs
-from minigpt.cli.machine import load, note, rate, say, say_machine
+from minigpt.cli.machine import load, note, say, say_machine, say_rate
 from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import decoding, note_idle, note_special, options, read_prompt
+from minigpt.cli.prompt import decoding, note_special, options, read_prompt
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
 from minigpt.records import as_record
@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> None:
     lm = load(args).without(args.ablate)
     params = decoding(lm, given, args.use_model_defaults)
     ids = lm.encode(prompt, special=args.special)
-    note_idle(given, params)
     note_special(lm.limits.tokenizer, prompt, ids)
     before = ""
     if args.echo:
@@ -46,7 +45,8 @@ def run(args: argparse.Namespace) -> None:
             completions = _one_by_one(args, lm, prompt, ids, params, before)
     if args.stats:
         seeds = [str(completion.seed) for completion in completions if completion.seed is not None]
-        say(f"seed: {', '.join(seeds)}" if seeds and params.temperature > 0 else "", end="\n" * bool(seeds))
+        if seeds:
+            say(f"seed: {', '.join(seeds)}")
         say("finish reason: " + ", ".join(completion.finish_reason or "none" for completion in completions))
         say_machine(args, lm)
     if any(completion.finish_reason == "context" for completion in completions):
@@ -74,8 +74,8 @@ def _stream(args: argparse.Namespace, lm: LanguageModel, ids: list[int], params:
     done = stream.completion
     _print_logprobs(lm, done)
     if args.stats:
-        say(rate("prompt", len(done.prompt_ids), first - started))
-        say(rate("generation", max(count - 1, 0), time.perf_counter() - first))
+        say_rate("prompt", len(done.prompt_ids), first - started)
+        say_rate("generation", max(count - 1, 0), time.perf_counter() - first)
     return done
 
 
@@ -100,7 +100,7 @@ def _one_by_one(
         print("---\n" * (sample > 0) + before + shown, flush=True)
         _print_logprobs(lm, completion)
     if args.stats:
-        say(rate("generation", sum(len(one.ids) for one in completions), time.perf_counter() - started))
+        say_rate("generation", sum(len(one.ids) for one in completions), time.perf_counter() - started)
     return completions
 
 

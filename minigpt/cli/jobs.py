@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 from minigpt.checks import integer
 from minigpt.cli.machine import load, note, progress, say_machine, say_rate
 from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import decoding, note_special, options
+from minigpt.cli.prompt import decoding, lines_of, note_special, options
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
+from minigpt.jobs import Job
 
 
 def run(args: argparse.Namespace) -> None:
     """Do what the arguments say."""
-    from minigpt.jobs import BATCH_SIZE, Job, spooled
-
     if any(value is not None for value in (args.text, args.prompt, args.file)):
         raise ValueError("the prompt is given twice: --input FILE holds the prompts")
     for name in ("ids", "echo", "ablate"):
@@ -26,5 +25,35 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is for one prompt, not for --input")
     if args.resume and args.output is None:
         raise ValueError("--resume needs --output")
-    size = integer("--batch-size", args.batch_size or BATCH_SIZE, 1, 4096)
-    ...
+    size = integer("--batch-size", 8 if args.batch_size is None else args.batch_size, 1, 4096)
+    given = options(args)
+    params = SamplingParams(**given)
+    lm = load(args) if args.use_model_defaults else None  # else the files are looked at before the model is loaded
+    params = decoding(lm, given, True) if lm else params
+
+    from minigpt.network.device import find_device
+
+    settings = {"model": args.model, "revision": args.revision, "dtype": args.dtype, "special": args.special}
+    settings["device"] = find_device(args.device).type  # it decides what sampling draws
+    job = Job(lines_of(args.input), args.output, params, settings, resume=args.resume)
+    with closing(job.output) as output:
+        lm = lm or load(args)
+        decoding(lm, given, args.use_model_defaults)
+        started, full, plain = time.perf_counter(), 0, False
+        with Unwinding(), progress(job.total, output.done) as bar:
+            for record in job.records(lm, model=args.model, batch_size=size, special=args.special):
+                if args.output is None:
+                    print(json.dumps(record), flush=True)
+                plain = plain or note_special(lm.limits.tokenizer, record.get("prompt"), record.get("prompt_ids", []))
+                full += record.get("finish_reason") == "context"
+                speed = job.tokens / max(time.perf_counter() - started, 1e-9)
+                bar.set_postfix_str(f"{speed:,.1f} tokens per second", refresh=False)
+                bar.update(output.done - bar.n)
+    if full:
+        note(f"{full} completions end at the context of {lm.config.n_positions} tokens: --overflow slide goes on")
+    if args.stats:
+        say_rate("generation", job.tokens, time.perf_counter() - started)
+        say_machine(args, lm)
+    if output.failed:
+        where = args.output or "standard output"
+        raise MiniGPTError(f"{output.failed} of {output.count} records are errors: see {where}")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from minigpt.checks import without_surrogates
 from minigpt.cli.machine import note
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import PromptError
-from minigpt.records import utf8
+from minigpt.lines import utf8
 
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
@@ -28,8 +30,8 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
     if len(given) != 1:
         what = "the prompt is given twice" if given else "no prompt"
         raise ValueError(f"{what}: give one of PROMPT, --prompt TEXT, --file FILE, or - for standard input")
-    text = _read(args.file) if args.file is not None else _read("-") if args.text == "-" else given[0]
-    text = without_surrogates(text)
+    file = "-" if args.text == "-" else args.file
+    text = without_surrogates(given[0]) if file is None else _read(file)
     if not getattr(args, "ids", False):
         return text
     try:
@@ -57,6 +59,17 @@ def _read(file: str) -> str:
     return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 
 
+def lines_of(file: str) -> str | BinaryIO:
+    """What --input names: the file or, for "-", a copy of standard input, as it is read more than once."""
+    if file != "-":
+        return file
+    if sys.stdin is None:
+        raise PromptError("standard input is closed")
+    copy = TemporaryFile()  # noqa: SIM115  # gone when nobody holds it any more
+    shutil.copyfileobj(sys.stdin.buffer, copy)
+    return copy
+
+
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of SamplingParams that are given."""
     given = {field.name: getattr(args, field.name, None) for field in fields(SamplingParams)}
@@ -67,23 +80,13 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 def decoding(lm: LanguageModel, given: dict[str, Any], model_defaults: bool) -> SamplingParams:
     """The options over the model's own defaults or over the library's; a note says what the choice leaves unused."""
     if model_defaults:
-        return replace(lm.defaults, **given)
+        return lm.defaults.over(given)  # type: ignore[arg-type]
     plain = SamplingParams()
     theirs = {name: value for name, value in vars(lm.defaults).items() if value != getattr(plain, name)}
     unused = [f"{name} {value}" for name, value in theirs.items() if name not in given]
     if unused:
         note(f"generation_config.json sets {', '.join(unused)}: add --use-model-defaults to decode so")
     return SamplingParams(**given)
-
-
-def note_idle(given: dict[str, Any], params: SamplingParams) -> None:
-    """Say which of the given options change nothing, as decoding is greedy."""
-    names = [name for name in ("top_k", "top_p", "min_p", "seed") if given.get(name) != getattr(SamplingParams, name)]
-    if params.temperature == 0 and (names := [name for name in names if name in given]):
-        flags = " and ".join("--" + name.replace("_", "-") for name in names)
-        note(f"{flags} changes nothing at temperature 0, which is greedy: add --temperature to sample")
-    if params.temperature == 0 and params.samples > 1:
-        note(f"the {params.samples} samples are the same text, as temperature 0 is greedy: add --temperature to sample")
 
 
 def note_special(tokenizer: Tokenizer | None, text: object, ids: list[int]) -> bool:
