@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
+    from minigpt.network.model import GPT2
 from minigpt.cli.machine import _load, _on_signal, _raise_stopped
 from minigpt.cli.prompt import _parse_ids, _prompt
 from minigpt.interpret import heads as inside
@@ -46,7 +47,7 @@ def report(lm: LanguageModel, ids: list[int] | None, args: argparse.Namespace, s
     config = lm.config
     layers = chosen("layer", args.layer, config.n_layer)
     heads = chosen("head", args.head, config.n_head)
-    off = inside.named_heads(config, args.ablate)
+    model = inside.without_heads(lm.model, inside.named_heads(config, args.ablate))
     if args.lens and args.html is None and (args.layer, args.head) != (None, None):
         raise ValueError("--lens shows every block as a whole: it takes no --layer or --head")
     about = "this text"
@@ -60,20 +61,20 @@ def report(lm: LanguageModel, ids: list[int] | None, args: argparse.Namespace, s
         if not (args.json or args.roles or args.lens or args.rank):
             return
     if args.lens:
-        found = inside.lens(lm.model, ids, off)
+        found = inside.lens(model, ids)
         yield from map(json.dumps, lens_records(found, lm.tokenizer)) if args.json else lens_lines(found, lm.tokenizer)
         return
     pairs = [(layer, head) for layer in layers for head in heads]
     if args.rank:
-        yield from _rank(lm, ids, pairs, off, args.json)
+        yield from _rank(model, ids, pairs, args.json)
         return
-    weights = inside.patterns(lm.model, ids, off)
+    weights = inside.patterns(model, ids)
     labels = [label(lm.tokenizer, id) for id in ids]
     if args.roles:
         roles = inside.head_roles(weights, ids)
         yield from map(json.dumps, role_records(roles, pairs)) if args.json else role_lines(roles, pairs, about)
     elif args.json:
-        yield from map(json.dumps, head_records(weights, ids, labels, layers, heads))
+        yield from map(json.dumps, head_records(weights, ids, lm.tokenizer, pairs))
     else:
         for layer in layers if args.layer else layers[:1]:
             if args.head is None:
@@ -108,18 +109,9 @@ def _write_page(
     return f"{args.html}: {len(layers)} x {len(heads)} heads, {len(ids)} tokens, {len(data) // 1000:,} KB"
 
 
-def _rank(
-    lm: LanguageModel, ids: list[int], pairs: list[tuple[int, int]], off: list[tuple[int, int]], as_json: bool
-) -> Iterator[str]:
-    """The ranking, most needed head first, with a bar on stderr meanwhile if that is a terminal."""
-    losses = []
-    for done, one in enumerate(inside.ablation_losses(lm.model, ids, pairs, off), 1):
-        losses.append(one)
-        if sys.stderr.isatty():
-            bar = "#" * (40 * done // len(pairs))
-            print(f"\r[{bar:<40}] {done}/{len(pairs)} heads", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
+def _rank(model: GPT2, ids: list[int], pairs: list[tuple[int, int]], as_json: bool) -> Iterator[str]:
+    """The ranking, most needed head first."""
+    losses = list(inside.ablation_losses(model, ids, pairs))
     losses.sort(key=lambda one: -one[2])
     if as_json:
         yield from (json.dumps({"layer": layer, "head": head, "increase": rise}) for layer, head, rise in losses)

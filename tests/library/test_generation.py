@@ -23,6 +23,7 @@ from transformers import GPT2LMHeadModel
 
 import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, SamplingParams, Tokenizer, TokenizerError
+from minigpt.decoding.batch import Batch
 from minigpt.decoding.sampling import process
 from minigpt.files.checkpoint import load_model
 from minigpt.network.device import find_device, find_dtype
@@ -558,8 +559,8 @@ def test_ids_that_the_tokenizer_lacks_are_never_drawn() -> None:
 
 def test_end_ids_outside_the_vocabulary_are_ignored() -> None:
     lm = LanguageModel(from_hf(hf_model(eos_token_id=50256)))
-    assert lm.end_ids == ()
-    assert LanguageModel(from_hf(hf_model()), end_ids=[3, 999]).end_ids == (3,)
+    assert lm.limits.end_ids == ()
+    assert LanguageModel(from_hf(hf_model()), end_ids=[3, 999]).limits.end_ids == (3,)
 
 
 def test_nan_in_the_weights_is_an_error_and_never_a_token() -> None:
@@ -587,13 +588,13 @@ def test_seeds_repeat_and_differ(lm: LanguageModel) -> None:
 def test_sample_j_uses_seed_plus_j_and_shares_the_prefill(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [lm.generate([3, 4, 5], temperature=1.0, max_new_tokens=12, seed=s).ids for s in (2**64 - 1, 0, 1, 2, 3)]
     prefills = []
-    original = LanguageModel._prefill
+    original = Batch.prefill
 
-    def prefill(self: LanguageModel, ids: list[int], *rest: Any) -> Any:
+    def prefill(self: Batch, slot: int, ids: list[int]) -> Any:
         prefills.append(list(ids))
-        return original(self, ids, *rest)
+        return original(self, slot, ids)
 
-    monkeypatch.setattr(LanguageModel, "_prefill", prefill)
+    monkeypatch.setattr(Batch, "prefill", prefill)
     samples = lm.generate([3, 4, 5], temperature=1.0, max_new_tokens=12, seed=2**64 - 1, samples=5)
     assert [sample.seed for sample in samples] == [2**64 - 1, 0, 1, 2, 3]
     assert [sample.ids for sample in samples] == alone
@@ -822,7 +823,7 @@ def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None
     }
     if setting == "fp32_precision" and not hasattr(torch.backends.cuda.matmul, setting):
         pytest.skip("this torch does not have the setting")
-    code = "import torch, warnings; from minigpt.generation import find_dtype; warnings.simplefilter('error')\n"
+    code = "import torch, warnings; from minigpt.network.device import find_dtype; warnings.simplefilter('error')\n"
     code += (
         f"{lines[setting]}\ntry:\n    find_dtype('float32', torch.device('cuda'))\nexcept UserWarning as w: print(w)"
     )
