@@ -50,7 +50,7 @@ class Score:
 class ScoreCall(TypedDict, total=False):
     """What LanguageModel.score takes by name; its docstring says what each means."""
 
-    context: Text | Iterable[Text] | None
+    context: Text | Iterable[Text | None] | None
     bos: bool
     stride: int | None
     logprobs: int | None
