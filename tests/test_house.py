@@ -20,7 +20,7 @@ FLOORS = (  # a module may import those of its own floor and of the floors befor
     ("decoding", "scoring", "interpret"),
     ("language_model",),
     ("loading",),
-    ("parity", "jobs", "records"),
+    ("parity", "jobs", "lines", "records"),
     ("cli",),
     ("__main__",),
 )
