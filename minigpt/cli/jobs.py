@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
                 speed = job.tokens / max(time.perf_counter() - started, 1e-9)
                 bar.set_postfix_str(f"{speed:,.1f} tokens per second", refresh=False)
                 bar.update(output.done - bar.n)
+            bar.update(output.done - bar.n)
     if full:
         note(f"{full} completions end at the context of {lm.config.n_positions} tokens: --overflow slide goes on")
     if args.stats:

@@ -77,7 +77,7 @@ def _ended(error: BaseException) -> int:
 
     code, message = 1, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return 128 + (error.args or (2,))[0]
+        return 128 + int((error.args or (2,))[0])
     if isinstance(error, BrokenPipeError):
         with suppress(OSError, ValueError):  # Python flushes stdout again at exit: give it somewhere to write
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

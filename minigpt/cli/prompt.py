@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -80,7 +80,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 def decoding(lm: LanguageModel, given: dict[str, Any], model_defaults: bool) -> SamplingParams:
     """The options over the model's own defaults or over the library's; a note says what the choice leaves unused."""
     if model_defaults:
-        return lm.defaults.over(given)  # type: ignore[arg-type]
+        return replace(lm.defaults, **given)
     plain = SamplingParams()
     theirs = {name: value for name, value in vars(lm.defaults).items() if value != getattr(plain, name)}
     unused = [f"{name} {value}" for name, value in theirs.items() if name not in given]
