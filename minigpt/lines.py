@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 from minigpt.decoding.params import SamplingParams, did_you_mean
@@ -47,6 +50,17 @@ def utf8(data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}") from None
+
+
+def source(name: str) -> Source:
+    """The file of that name; for "-" a copy of standard input, as the lines are read more than once."""
+    if name != "-":
+        return name
+    if sys.stdin is None:
+        raise MiniGPTError("standard input is closed")
+    copy = TemporaryFile()  # noqa: SIM115  # it is gone when nobody holds it any more
+    shutil.copyfileobj(sys.stdin.buffer, copy)
+    return copy
 
 
 def name_of(source: Source) -> str:

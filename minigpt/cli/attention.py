@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minigpt.cli.machine import load
 from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import note_special, read_prompt
+from minigpt.cli.prompt import read_prompt
+from minigpt.cli.tokenize import note_special
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from minigpt.language_model import LanguageModel
 
 
@@ -71,17 +70,19 @@ def _lines(
     tokenizer, pairs = lm.limits.tokenizer, [(layer, head) for layer in layers for head in heads]
     if args.lens:
         found = inside.lens(lm.model, ids)
-        yield from _either(args.json, show.lens_records(found, tokenizer), show.lens_lines(found, tokenizer))
+        records: Iterable[Any] = show.lens_records(found, tokenizer)
+        yield from map(json.dumps, records) if args.json else show.lens_lines(found, tokenizer)
         return
     if args.rank:
         losses = sorted(inside.ablation_losses(lm.model, ids, pairs), key=lambda one: -one[2])
         ranked = ({"layer": layer, "head": head, "increase": rise} for layer, head, rise in losses)
-        yield from _either(args.json, ranked, show.loss_lines(losses))
+        yield from map(json.dumps, ranked) if args.json else show.loss_lines(losses)
         return
     weights = inside.patterns(lm.model, ids)
     if args.roles:
         roles = inside.head_roles(weights, ids)
-        yield from _either(args.json, show.role_records(roles, pairs), show.role_lines(roles, pairs, about))
+        records = show.role_records(roles, pairs)
+        yield from map(json.dumps, records) if args.json else show.role_lines(roles, pairs, about)
     elif args.json:
         yield from map(json.dumps, show.head_records(weights, ids, tokenizer, pairs))
     else:
@@ -93,10 +94,6 @@ def _lines(
                 yield from show.head_lines(weights, labels, layer, head, screen)
 
 
-def _either(as_json: bool, records: Iterable[Mapping[str, Any]], lines: Iterable[str]) -> Iterable[str]:
-    return map(json.dumps, records) if as_json else lines
-
-
 def _write_page(
     lm: LanguageModel, ids: list[int], args: argparse.Namespace, layers: list[int], heads: list[int]
 ) -> str:
@@ -106,11 +103,11 @@ def _write_page(
 
     check_page(len(ids), len(layers) * len(heads))
     weights = inside.patterns(lm.model, ids)
-    roles: list[tuple[str, Mapping[str, Tensor]]] = [("this text", inside.head_roles(weights, ids))]
+    roles = [("this text", inside.head_roles(weights, ids))]
     if args.roles:
         again, about = _random_ids(lm)
         roles.append((about, inside.head_roles(inside.patterns(lm.model, again), again)))
-    shown: dict[str, Any] = {"layers": layers, "heads": heads, "roles": roles, "ablated": args.ablate}
-    data = page(weights, ids, lm.limits.tokenizer, model=args.model, **shown).encode()
+    shown: Any = {"model": args.model, "layers": layers, "heads": heads, "roles": roles, "ablated": args.ablate}
+    data = page(weights, ids, lm.limits.tokenizer, **shown).encode()
     Path(args.html).write_bytes(data)
     return f"{args.html}: {len(layers)} x {len(heads)} heads, {len(ids)} tokens, {len(data) // 1000:,} KB"

@@ -8,10 +8,11 @@ from typing import Any
 
 from minigpt.cli.machine import load
 from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import lines_of, note_special, read_prompt
+from minigpt.cli.prompt import read_prompt
+from minigpt.cli.tokenize import note_special
 from minigpt.errors import MiniGPTError
 from minigpt.jobs import score_records
-from minigpt.lines import survey
+from minigpt.lines import source, survey
 from minigpt.records import score_figures
 
 
@@ -47,11 +48,11 @@ def run(args: argparse.Namespace) -> None:
 def _score_file(args: argparse.Namespace, options: dict[str, Any]) -> None:
     if any(value is not None for value in (args.text, args.prompt, args.file, args.context)) or args.ids:
         raise ValueError("--input FILE holds the texts: it goes with no text, --context or --ids")
-    source = lines_of(args.input)
-    count, _ = survey(source, "text")
+    lines = source(args.input)
+    count, _ = survey(lines, "text")
     lm, failed, plain = load(args), 0, False
     with Unwinding():
-        for record in score_records(lm, source, model=args.model, **options):
+        for record in score_records(lm, lines, model=args.model, **options):
             print(json.dumps(record), flush=True)
             failed += "error" in record
             text = f"{record.get('context') or ''}{record.get('text', '')}"
