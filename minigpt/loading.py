@@ -1,15 +1,27 @@
-"""TODO."""
+"""Load a model by its name: find its files, read the config once, then the tokenizer and the weights."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from minigpt.files import checkpoint, locate
+from minigpt.decoding.params import SamplingParams
+from minigpt.errors import TokenizerError
+from minigpt.files.checkpoint import load_model, read_config, read_generation
+from minigpt.files.hub import ALIASES
+from minigpt.files.locate import locate, own_folder
+from minigpt.files.reading import read_json
 from minigpt.language_model import LanguageModel
 from minigpt.network.device import find_device, find_dtype
 from minigpt.text.tokenizer import Tokenizer
+
+_log = logging.getLogger("minigpt")
 
 
 def load(
@@ -31,14 +43,81 @@ def load(
     offline: never use the network, only what is already in the cache.
     progress: show download bars on stderr.
 
-    Raises ModelNotFoundError, CheckpointError, TokenizerError or DeviceError, each saying what to do. Warns if the
-    program has enabled TF32 and float32 on CUDA is asked for: the results will differ from the CPU's.
+    A tokenizer that cannot be read blocks text alone: token ids work, and text raises the TokenizerError.
+    The weights of c_attn, c_proj and c_fc are transposed views of the file, which saves a copy of the model. What needs
+    contiguous ones (safetensors.torch.save_file, parameters_to_vector, LBFGS) gets them by
+    `for p in lm.model.parameters(): p.data = p.data.contiguous()`.
+    logging.getLogger("minigpt") tells at level DEBUG what was chosen.
+
+    Raises ModelNotFoundError, CheckpointError or DeviceError, each saying what to do; TypeError for a model in place of
+    a name. Warns if the program has enabled TF32 and float32 on CUDA is asked for (the results will differ from the
+    CPU's), and if GPT-2's vocabulary stands in for one that the model may have.
     """
+    _refuse_objects(model)
     place = find_device(device)
     precision = find_dtype(dtype, place)
-    folder = locate.locate(model, revision=revision, offline=offline, progress=progress)
-    config = checkpoint.read_config(folder)
-    tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
+    folder = locate(model, revision=revision, offline=offline, progress=progress)
+    data = read_json(folder / "config.json")
+    config = read_config(folder, data)
+    tokenizer = _tokenizer(folder, config.vocab_size, data)
     dtypes = {"products": precision} if place.type == "cpu" else {"dtype": precision}
-    network = checkpoint.load_model(folder, device=place, **dtypes)
-    return LanguageModel(network, tokenizer, checkpoint.end_ids(folder, config))
+    network = load_model(folder, device=place, config=config, **dtypes)
+    end_ids, settings = read_generation(folder, config)
+    origin = tokenizer.origin if isinstance(tokenizer, Tokenizer) else f"none ({tokenizer or 'token ids only'})"
+    _log.debug("%s: folder %s, device %s, dtype %s, tokenizer: %s", model, folder, place, precision, origin)
+    return LanguageModel(network, tokenizer, end_ids, defaults=_defaults(folder, settings))
+
+
+def load_tokenizer(
+    model: str | os.PathLike[str] = "gpt2",
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: bool = False,
+) -> Tokenizer:
+    """The tokenizer of the model that `load` would load. No weights are downloaded, and nothing for GPT-2's own sizes.
+
+    Raises TokenizerError where there is none, else as `load` does.
+    """
+    _refuse_objects(model)
+    if model in ALIASES and revision is None and own_folder(model) is None:
+        return Tokenizer.gpt2()
+    folder = locate(model, revision=revision, offline=offline, progress=progress, weights=False)
+    data = read_json(folder / "config.json")
+    found = _tokenizer(folder, read_config(folder, data).vocab_size, data)
+    if not isinstance(found, Tokenizer):
+        raise found or TokenizerError(f"{model} has no tokenizer: it takes token ids only")
+    return found
+
+
+def _tokenizer(folder: Path, vocab_size: int, config: Mapping[str, Any]) -> Tokenizer | TokenizerError | None:
+    try:
+        return Tokenizer.from_folder(folder, vocab_size, config)
+    except TokenizerError as error:
+        return error
+
+
+def _defaults(folder: Path, settings: Mapping[str, Any]) -> SamplingParams:
+    """The model's own SamplingParams, without values that cannot be: nobody may have asked for them."""
+    good = {}
+    for name in settings.keys() & {field.name for field in fields(SamplingParams)}:
+        try:
+            SamplingParams(**{name: settings[name]})
+            good[name] = settings[name]
+        except ValueError as error:
+            _log.debug("%s/generation_config.json: %s", folder, error)
+    return SamplingParams(**good)
+
+
+def _refuse_objects(model: Any) -> None:
+    """Raise TypeError, which says what to do, for a model that is loaded already."""
+    if isinstance(model, (str, os.PathLike)):
+        return
+    advice = "give a name, a folder or a hub id"
+    if isinstance(model, LanguageModel):
+        advice = "it is loaded already"
+    elif hasattr(model, "save_pretrained"):
+        advice = "write it with save_pretrained(folder), its tokenizer too, and load that folder"
+    elif isinstance(model, torch.nn.Module):
+        advice = "minigpt.LanguageModel(model, tokenizer) makes one of a minigpt.GPT2"
+    raise TypeError(f"model must be a name or a folder, not a {type(model).__name__}: {advice}")

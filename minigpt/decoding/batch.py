@@ -104,7 +104,8 @@ class Batch:
         """Free the slots of finished rows; the last row moves into each gap, as in KVCache.drop_row."""
         for slot in reversed(range(len(self.rows))):
             if self.rows[slot].over:
-                self.cache.drop_row(slot, damaged=self.rows[slot].error is not None)
+                with torch.inference_mode():
+                    self.cache.drop_row(slot, damaged=self.rows[slot].error is not None)
                 self.rows[slot] = self.rows[-1]
                 self.rows.pop()
 

@@ -96,7 +96,7 @@ class SamplingParams:
     def __init__(self, **options: Unpack[Options]) -> None:
         self._fill({each.name: {} if each.default is MISSING else each.default for each in fields(self)}, options)
 
-    def over(self, options: OneSample) -> SamplingParams:
+    def over(self, options: Mapping[str, object]) -> SamplingParams:
         """These params with the given options in their place. Raises as the constructor does."""
         new = object.__new__(SamplingParams)
         new._fill(vars(self), options)

@@ -1,15 +1,16 @@
-"""A checkpoint's files: check the config and the weights, read them into a GPT2, write one.
+"""A checkpoint's files: check the config and the weights, read them into a GPT2.
 
 Only safetensors is read: a pickle can run code when it is opened, so it never is. Nothing is taken on trust: names,
 shapes and dtypes in the weight file's header are compared with config.json before any memory is taken, and a problem is
-one CheckpointError that names the file. Where the folder comes from (a path, an alias, the hub) is in hub.py.
+one CheckpointError that names the file. locate.py finds the folder.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import os
 from collections import Counter
+from collections.abc import Mapping as Fields
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,49 +20,62 @@ from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
 from minigpt.errors import CheckpointError
-from minigpt.files.mapping import _DTYPES, _Mapping, _Stored
-from minigpt.files.reading import MAX_HEADER, cure, is_file, read_json, sha256, weight_files
-from minigpt.files.write import _shapes
+from minigpt.files.folder import weight_files
+from minigpt.files.mapping import DTYPES, Mapping, Stored
+from minigpt.files.names import is_mask, is_other_head, plain, shapes
+from minigpt.files.reading import MAX_HEADER, cure, is_file, read_json, sha256
 from minigpt.network.config import GPT2Config
 from minigpt.network.linear import Linear
 from minigpt.network.model import GPT2
 from minigpt.network.products import Packed
 
-_PREFIX = re.compile(r"^(module\.|transformer\.)+")
+# What generation_config.json may set that transformers applies always, and where do_sample is true (with its defaults).
+_ALWAYS = ("max_new_tokens", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens")
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
 
 
-_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # not attn.c_attn.bias, which is a parameter
+def read_config(folder: Path, data: Fields[str, Any] | None = None) -> GPT2Config:
+    """The folder's config.json, whose contents are `data` where they are read already.
 
-
-def read_config(folder: Path) -> GPT2Config:
-    """The folder's config.json. Raises CheckpointError if it is missing, damaged, or not of a model that can be run."""
+    Raises CheckpointError if it is missing, damaged, or not of a model that can be run.
+    """
     path = folder / "config.json"
     try:
-        return GPT2Config.from_dict(read_json(path))
+        return GPT2Config.from_dict(read_json(path) if data is None else data)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def end_ids(folder: Path, config: GPT2Config) -> tuple[int, ...]:
-    """The ids that end a text: eos_token_id of generation_config.json, else of config.json, if in the vocabulary."""
+def read_generation(folder: Path, config: GPT2Config) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The ids that end a text, and how else generation_config.json says to decode, as fields of SamplingParams.
+
+    The end ids are eos_token_id of generation_config.json, else of config.json, if in the vocabulary.
+    The rest is what transformers 5 would apply, and {} where there is no such file: temperature, top_k, top_p and min_p
+    only where do_sample is true, and then temperature 1 and top_k 50 where the file does not give them. Left out are
+    max_length, which counts the prompt, and settings that SamplingParams does not have (num_beams, bad_words_ids, ...).
+    """
     path = folder / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if is_file(path) else None
+    data = read_json(path) if is_file(path) else {}
+    found = data.get("eos_token_id")
     try:
         value = config.eos_token_id if found is None else replace(config, eos_token_id=found).eos_token_id
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     ids = value if isinstance(value, tuple) else () if value is None else (value,)
-    return tuple(id for id in ids if 0 <= id < config.vocab_size)
+    names = dict.fromkeys(_ALWAYS) | (_SAMPLING if data.get("do_sample") is True else {})
+    settings = {name: default if data.get(name) is None else data[name] for name, default in names.items()}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return tuple(id for id in ids if 0 <= id < config.vocab_size), settings
 
 
-def _header(path: Path) -> dict[str, _Stored]:
+def _header(path: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, by their names in it. Reads the header only."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
                 raise ValueError(f"a header of {length} bytes")
-            with safe_open(path, framework="pt"):
+            with safe_open(_unicode(path, file.fileno()), framework="pt"):
                 pass  # the library checks it all: sizes, overlaps, gaps, the file's length
             header = json.loads(file.read(length))
     except OSError as error:
@@ -70,9 +84,20 @@ def _header(path: Path) -> dict[str, _Stored]:
         raise CheckpointError(f"{path} {_damage(path, error)}") from error
     header.pop("__metadata__", None)
     return {
-        name: _Stored(path, item["dtype"], tuple(item["shape"]), *(8 + length + at for at in item["data_offsets"]))
+        name: Stored(path, item["dtype"], tuple(item["shape"]), *(8 + length + at for at in item["data_offsets"]))
         for name, item in header.items()
     }
+
+
+def _unicode(path: Path, descriptor: int) -> str:
+    """A name of an open file that safetensors takes: `path`, unless it is not UTF-8."""
+    try:
+        str(path).encode()
+        return str(path)
+    except UnicodeEncodeError:
+        if os.path.exists(f"/dev/fd/{descriptor}"):
+            return f"/dev/fd/{descriptor}"
+        raise CheckpointError(f"{path} is a path that is not UTF-8: rename the folder") from None
 
 
 def _damage(path: Path, error: Exception) -> str:
@@ -86,21 +111,27 @@ def _damage(path: Path, error: Exception) -> str:
     return f"is incomplete or not a safetensors file ({error}): {cure(path)}"
 
 
-def _tensors(folder: Path) -> dict[str, _Stored]:
-    """All stored tensors by their plain names, without prefixes and masks."""
-    tensors: dict[str, _Stored] = {}
+def _tensors(folder: Path) -> dict[str, Stored]:
+    """All stored tensors by their plain names, without prefixes, masks and heads for other tasks."""
+    tensors: dict[str, Stored] = {}
+    others: list[str] = []
     for path in weight_files(folder):
         for stored, item in _header(path).items():
-            name = _PREFIX.sub("", stored.replace("_orig_mod.", ""))
-            if _MASK.search(name):
+            name = plain(stored)
+            if is_mask(name) or is_other_head(name):
+                others += [name] if is_other_head(name) else []
                 continue
             if name in tensors:
                 raise CheckpointError(f"{path} has {name} as {stored}, but {tensors[name].file.name} has it already")
             tensors[name] = item
+    if others and not any(name.startswith(("h.", "wte.")) for name in tensors):
+        raise CheckpointError(f"{folder} holds only a head ({', '.join(others[:3])}), without GPT-2's body")
+    if lora := next((name for name in tensors if ".lora_" in name), None):
+        raise CheckpointError(f"{folder} holds LoRA weights ({lora}): merge them with PEFT, and save the result")
     return tensors
 
 
-def _problems(config: GPT2Config, tensors: dict[str, _Stored]) -> list[str]:
+def _problems(config: GPT2Config, tensors: dict[str, Stored]) -> list[str]:
     """How the stored tensors differ from what config.json calls for."""
     problems = []
     blocks = {name.split(".")[1] for name in tensors if name.startswith("h.")}
@@ -108,7 +139,7 @@ def _problems(config: GPT2Config, tensors: dict[str, _Stored]) -> list[str]:
         problems.append(f"n_layer is {config.n_layer} but {len(blocks)} blocks are stored")
         if config.n_layer > len(tensors):
             return problems  # too many to list, perhaps too many for the memory
-    expected = _shapes(config)
+    expected = shapes(config)
     if config.tie_word_embeddings and "lm_head.weight" in tensors:
         expected["lm_head.weight"] = expected["wte.weight"]
     for name, field in (("wte.weight", "vocab_size"), ("wpe.weight", "n_positions")):
@@ -116,19 +147,20 @@ def _problems(config: GPT2Config, tensors: dict[str, _Stored]) -> list[str]:
             problems.append(f"{field} is {getattr(config, field)} but {name} has {tensors[name].shape[0]} rows")
     for name in expected:
         if name not in tensors:
-            problems.append(f"{name} is missing")
+            head = ", but tie_word_embeddings is false: these weights are no language model's, or lost its head"
+            problems.append(f"{name} is missing{head * (name == 'lm_head.weight')}")
         elif tensors[name].shape != expected[name]:
             problems.append(f"{name} has the shape {list(tensors[name].shape)}, not {list(expected[name])}")
     problems += [f"{name} is not known" for name in tensors if name not in expected]
     problems += [
-        f"{name} is {item.dtype}, not one of {', '.join(_DTYPES)}"
+        f"{name} is {item.dtype}, not one of {', '.join(DTYPES)}"
         for name, item in tensors.items()
-        if name in expected and item.dtype not in _DTYPES
+        if name in expected and item.dtype not in DTYPES
     ]
     return problems
 
 
-def check(folder: Path, config: GPT2Config) -> dict[str, _Stored]:
+def check(folder: Path, config: GPT2Config) -> dict[str, Stored]:
     """Where each weight lies, by its plain name. Raises CheckpointError if they are not what config.json calls for."""
     tensors = _tensors(folder)
     if config.tie_word_embeddings and "wte.weight" not in tensors and "lm_head.weight" in tensors:
@@ -146,17 +178,19 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     products: torch.dtype = torch.float32,
+    config: GPT2Config | None = None,
 ) -> GPT2:
     """The model in `folder`, in eval mode, without gradients, in `dtype` on `device` whatever format is stored.
 
     products: the format in which a CPU keeps the weights for matrix products (linear.py), where `dtype` is float32.
+    config: what read_config gives, where it is known.
     Tied or not is what config.json says, but a head that is stored and differs from wte is used, as transformers does.
     Raises CheckpointError.
     """
-    config = read_config(folder)
+    config = config or read_config(folder)
     tensors = check(folder, config)
     try:
-        mappings = {path: _Mapping(path) for path in {item.file for item in tensors.values()}}
+        mappings = {path: Mapping(path) for path in {item.file for item in tensors.values()}}
         if config.tie_word_embeddings and "lm_head.weight" in tensors:
             pair = (tensors["lm_head.weight"], tensors["wte.weight"])
             head, wte = (mappings[item.file].tensor(item) for item in pair)
@@ -178,9 +212,9 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def _choose_products(model: GPT2, tensors: dict[str, _Stored], products: torch.dtype) -> None:
+def _choose_products(model: GPT2, tensors: dict[str, Stored], products: torch.dtype) -> None:
     """Have each matrix packed at its first use, from a mapping of its own whose pages are given back then."""
-    mappings = {path: _Mapping(path) for path in {item.file for item in tensors.values()}}
+    mappings = {path: Mapping(path) for path in {item.file for item in tensors.values()}}
     for name, layer in model.named_modules():
         if isinstance(layer, Linear) or (layer is model.wte and model.config.tie_word_embeddings):
             item = tensors[f"{name}.weight"]
@@ -208,14 +242,17 @@ def empty_model(config: GPT2Config) -> GPT2:
 def describe(folder: Path) -> dict[str, Any]:
     """What the weight files hold, for `info`: each one's name, bytes and sha256; tensors, dtypes, bytes in all.
 
+    left_out: the tensors of heads for other tasks, which are not loaded.
     Raises CheckpointError as loading would for a damaged file.
     """
     paths = weight_files(folder)
-    dtypes = Counter(item.dtype for path in paths for item in _header(path).values())
+    stored = [(plain(name), item.dtype) for path in paths for name, item in _header(path).items()]
+    dtypes = Counter(dtype for _, dtype in stored)
     files = [{"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths]
     return {
         "files": files,
         "tensors": sum(dtypes.values()),
         "dtypes": dict(dtypes),
         "bytes": sum(path.stat().st_size for path in paths),
+        "left_out": [name for name, _ in stored if is_other_head(name)],
     }

@@ -1,4 +1,4 @@
-"""Find a model's files: "demo", an alias, a folder or a hub id becomes a folder on this machine.
+"""A model from the Hugging Face hub. No torch.
 
 Downloads go through huggingface_hub into Hugging Face's own cache: only the files that are read here, all from one
 commit. Where the hub does not answer, or refuses, what is in the cache will do.
@@ -7,9 +7,9 @@ commit. Where the hub does not answer, or refuses, what is in the cache will do.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import logging
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any
 from urllib.parse import quote
 
 from minigpt.errors import CheckpointError, ModelNotFoundError
-from minigpt.files.reading import INDEX, WEIGHTS, _shards, sha256, weight_files
+from minigpt.files.folder import shards, weight_files
+from minigpt.files.reading import INDEX, OTHER_TOKENIZERS, TOKENIZER_FILES, WEIGHTS, sha256
 
 ALIASES = {
     "gpt2": "openai-community/gpt2",
@@ -29,33 +30,25 @@ ALIASES = {
 
 
 # What is downloaded beside the weights, where the repository has it. The official ones hold gigabytes of other formats.
-_SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-)
-
-
+_SIDE_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKENIZERS)
 _TIMEOUT = 5  # seconds without an answer after which the hub counts as unreachable
-
 
 downloading = False  # Whoever stops the process now should let it unwind: what has come of a file is then removed.
 
 
-def _known_names(name: str) -> str:
+def known_names(name: str) -> str:
+    """The names that need no hub id, and the one that may be meant."""
     names = {"gpt2-small": "gpt2", "gpt2-base": "gpt2", "demo": "demo", **{alias: alias for alias in ALIASES}}
     close = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=1, cutoff=0.8)
     guess = f"Did you mean {names[close[0]]!r}? " if close else ""
     return f"{guess}Known names: demo, {', '.join(ALIASES)}"
 
 
-def _from_hub(name: str, repo: str, revision: str | None, offline: bool, progress: bool) -> Path:
-    """The snapshot folder of `repo`: brought up to date if the hub answers, else as it is in the cache."""
+def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress: bool, weights: bool) -> Path:
+    """The snapshot folder of `repo`: brought up to date if the hub answers, else as it is in the cache.
+
+    weights: False neither downloads nor needs the weights.
+    """
     from huggingface_hub import constants
 
     offline = offline or constants.HF_HUB_OFFLINE
@@ -63,12 +56,13 @@ def _from_hub(name: str, repo: str, revision: str | None, offline: bool, progres
     with _quiet():
         try:
             if not offline:
-                return _download(repo, revision, progress)
+                return _download(repo, revision, progress, weights)
         except CheckpointError:  # the hub answered: the repository holds no model that can be loaded
             raise
         except Exception as error:  # no network, no such name, no access, no room, ...
             failure = error
-        folder = _cached(repo, revision) or _cached(name, revision)  # older tools cached gpt2 under its short name
+        # Older tools cached gpt2 under its short name.
+        folder = _cached(repo, revision, weights) or _cached(name, revision, weights)
     if folder is None:
         # Not chained to `failure`, whose text may quote the request with its token.
         raise ModelNotFoundError(_why_not(name, repo, revision, offline, failure))
@@ -90,7 +84,7 @@ def _ask(repo: str, revision: str | None) -> tuple[str, dict[str, str | None]]:
     return info["sha"], {item["rfilename"]: (item.get("lfs") or {}).get("sha256") for item in info["siblings"]}
 
 
-def _download(repo: str, revision: str | None, progress: bool) -> Path:
+def _download(repo: str, revision: str | None, progress: bool, weights: bool) -> Path:
     """Fetch what is missing of `repo`, all from one commit, and give the folder. Cached already: a single request."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
@@ -120,29 +114,31 @@ def _download(repo: str, revision: str | None, progress: bool) -> Path:
     commit, names = _ask(repo, revision)
     if "config.json" not in names:
         raise CheckpointError(f"{repo} on the hub has no config.json: it is not a model")
-    if WEIGHTS not in names and INDEX not in names:
+    if weights and WEIGHTS not in names and INDEX not in names:
         raise CheckpointError(f"{repo} on the hub has no safetensors weights, the only format that is read")
     # The weights come last, and the branch's name after them, so that what is cut short never looks like a model.
-    for name in _SIDE_FILES:
-        if name in names:
-            fetch(name)
-    for name in [WEIGHTS] if WEIGHTS in names else _shards(fetch(INDEX)):
+    for name in (name for pattern in _SIDE_FILES for name in fnmatch.filter(names, pattern) if "/" not in name):
         fetch(name)
+    if weights:
+        for name in [WEIGHTS] if WEIGHTS in names else shards(fetch(INDEX)):
+            fetch(name)
     known = try_to_load_from_cache(repo, "config.json", revision=revision)
-    if not isinstance(known, str) or Path(known).parent.name != commit:
+    # Without the weights, the branch's name stays with an older commit, whose weights may be here.
+    if not isinstance(known, str) or (weights and Path(known).parent.name != commit):
         hf_hub_download(repo, "config.json", revision=revision)  # the cache learns which commit the branch is at
     return fetch("config.json").parent
 
 
-def _cached(repo: str, revision: str | None) -> Path | None:
-    """The snapshot of `repo` in the cache, if its weights are complete."""
+def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
+    """The snapshot of `repo` in the cache; if the weights are wanted, only a complete one."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, "config.json", revision=revision)
     if not isinstance(found, str):
         return None
     try:
-        weight_files(Path(found).parent)
+        if weights:
+            weight_files(Path(found).parent)
     except CheckpointError:
         return None
     return Path(found).parent
@@ -175,7 +171,7 @@ def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure:
         return f"{repo} has no revision {revision!r} on the hub"
     if isinstance(failure, RepositoryNotFoundError) or status in (401, 403, 404):
         token = ", or your token (HF_TOKEN) is expired or lacks the permission" if get_token() else ""
-        return f"there is no model {name!r} on the hub, or it is private{token} (HTTP {status}). {_known_names(name)}"
+        return f"there is no model {name!r} on the hub, or it is private{token} (HTTP {status}). {known_names(name)}"
     if isinstance(failure, OSError) and failure.errno:  # the disk, not the network
         problem = f"{failure.strerror} ({failure.filename or constants.HF_HUB_CACHE})"
         return (
@@ -188,7 +184,10 @@ def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps huggingface_hub's log lines (this thread's only) and its warnings off stderr: our errors say it all."""
+    """Keeps the log lines that huggingface_hub writes in this thread off stderr: our errors say it all.
+
+    Its warnings (a disk without symbolic links, or nearly full) pass: Python's filters belong to the whole process.
+    """
     from huggingface_hub.utils.logging import get_logger
 
     thread = threading.get_ident()
@@ -200,9 +199,7 @@ def _quiet() -> Iterator[None]:
     for handler in handlers:
         handler.addFilter(of_others)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="huggingface_hub")
-            yield
+        yield
     finally:
         for handler in handlers:
             handler.removeFilter(of_others)

@@ -1,55 +1,88 @@
-"""TODO."""
+"""Find a model's files: "demo", an alias, a folder or a hub id becomes a folder on this machine. No torch."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import re
+import shutil
+import tempfile
+from importlib import resources
 from pathlib import Path
 
-from minigpt.errors import ModelNotFoundError
-from minigpt.files.hub import ALIASES, _from_hub, _known_names
+from minigpt.errors import CheckpointError, ModelNotFoundError
+from minigpt.files.folder import almost, is_model
+from minigpt.files.hub import ALIASES, from_hub, known_names
 
 _HUB_ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)  # the hub's rule
-
-
-_PACKAGE = Path(__file__).resolve().parents[1]
+_WEIGHTS = Path(__file__).resolve().parents[2] / "weights"  # in a checkout
 
 
 def locate(
-    model: str | os.PathLike[str], *, revision: str | None = None, offline: bool = False, progress: bool = False
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: bool = False,
+    weights: bool = True,
 ) -> Path:
     """The folder that holds a model's files, downloaded into Hugging Face's cache where needed.
 
-    model: "demo", an alias (see ALIASES), an existing folder, or a hub id. "demo" and the aliases never mean a folder
-    of that name in the current directory: write "./gpt2" for that. An alias looks in the checkout's weights/ALIAS
-    first, unless a revision is given.
+    model: "demo", an alias (see ALIASES), a folder, or a hub id. "demo" and the aliases never mean a folder of that
+    name in the current directory: write "./gpt2" for that. An alias looks in the checkout's weights/ALIAS first, unless
+    a revision is given. Where a name could be both, a folder that holds a model comes before the hub.
     revision: a branch, tag or commit on the hub.
     offline: no request, only the cache; HF_HUB_OFFLINE=1 does the same.
     progress: download bars on stderr, if that is a terminal.
+    weights: False downloads the small files only: the folder may then lack the weights.
 
-    Raises ModelNotFoundError, which says what to do, or CheckpointError if the hub's repository has nothing to load.
+    Raises ModelNotFoundError, which says what to do, or CheckpointError if the folder or the hub's repository has
+    nothing to load.
     """
-    name = os.fspath(model)
-    if model == "demo" or model in ALIASES:
-        places = [_PACKAGE.parent / "weights" / name, _PACKAGE / "data" / name]  # in a checkout; in a wheel
-    else:
-        places = [Path(name)]
-    folder = next((place for place in places if name and os.path.isdir(place)), None)
-    if folder is not None and revision is None:
-        return folder
-    if model in ALIASES:
-        return _from_hub(name, ALIASES[name], revision, offline, progress)
-    if folder is not None:
-        raise ModelNotFoundError(f"{name} is a folder here, without revisions: leave out the revision {revision!r}")
+    name, known = os.fspath(model), model == "demo" or model in ALIASES
+    folder = own_folder(model)
+    hub_id = ALIASES.get(name, name) if isinstance(model, str) and _HUB_ID.fullmatch(name) and name != "demo" else None
+    if folder is not None and (known or hub_id is None or is_model(folder)):
+        if revision is None:
+            if not (folder / "config.json").exists() and (why := almost(folder)):
+                raise CheckpointError(f"{folder} has no config.json{why}")
+            return folder
+        if name not in ALIASES:
+            raise ModelNotFoundError(f"{name} is a folder here, without revisions: leave out the revision {revision!r}")
     if model == "demo":
         raise ModelNotFoundError("the demo model is not part of this installation: use gpt2, or give a folder")
-    if os.path.isfile(name):
+    if os.path.isfile(name) and not known:
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds it")
-    if os.path.islink(name):
+    if os.path.islink(name) and not known and folder is None:
         raise ModelNotFoundError(f"{name} is a link to nothing: delete it, or make it point to the folder of a model")
-    first = name.partition("/")[0]
-    if first not in (name, "", ".", "..") and os.path.isdir(first):
-        raise ModelNotFoundError(f"there is no folder {name}. {_known_names(name)}")
-    if not isinstance(model, str) or not _HUB_ID.fullmatch(name):
-        raise ModelNotFoundError(f"{name!r} is neither an existing folder nor a hub name. {_known_names(name)}")
-    return _from_hub(name, name, revision, offline, progress)
+    if hub_id is None:
+        raise ModelNotFoundError(f"{name!r} is neither an existing folder nor a hub name. {known_names(name)}")
+    try:
+        return from_hub(name, hub_id, revision, offline, progress, weights)
+    except ModelNotFoundError as error:
+        if known or not os.path.isdir(name.partition("/")[0]):
+            raise
+        here = f"{name} is a folder here, but holds no model" if folder else f"there is no folder {name}"
+        raise ModelNotFoundError(f"{here}; and {error}") from None
+
+
+def own_folder(model: str | os.PathLike[str]) -> Path | None:
+    """The folder on this machine, outside the cache, that `model` stands for, if there is one."""
+    if model == "demo" or model in ALIASES:
+        place = _WEIGHTS / os.fspath(model)
+        return place if place.is_dir() else _packaged_demo() if model == "demo" else None
+    return Path(model) if os.fspath(model) and os.path.isdir(model) else None
+
+
+@functools.cache
+def _packaged_demo() -> Path | None:
+    """The demo model in an installed package: its folder, or a copy for this process where the package is a zip."""
+    inside = resources.files("minigpt").joinpath("data", "demo")
+    if isinstance(inside, Path) or not inside.is_dir():
+        return inside if isinstance(inside, Path) and inside.is_dir() else None
+    copy = Path(tempfile.mkdtemp(prefix="minigpt-demo-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    for file in inside.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy

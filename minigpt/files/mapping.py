@@ -1,4 +1,4 @@
-"""TODO."""
+"""A weight file as memory: tensors that are the file itself, and whose pages are given back once they are copied."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minigpt.files.names import TRANSPOSED
 from minigpt.network.products import Packed
 
-# How weights are stored: any float format; the names may carry the prefixes of wrappers; older files hold causal masks.
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # any float format
 
 
-# OpenAI's Conv1D keeps its weight as (in, out), torch's Linear as (out, in).
-_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-
-
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """Where one tensor lies."""
 
     file: Path
@@ -32,7 +28,7 @@ class _Stored(NamedTuple):
     end: int
 
 
-class _Mapping:
+class Mapping:
     """A weight file as memory, which the system fills from the file when it is first read, page by page.
 
     Writes to it are private to this process. The file may be deleted meanwhile, but not be changed in place: where it
@@ -44,12 +40,12 @@ class _Mapping:
         with open(path, "rb") as file:
             self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
-    def tensor(self, item: _Stored) -> Tensor:
+    def tensor(self, item: Stored) -> Tensor:
         """The tensor as it lies in the file. It keeps the mapping alive."""
         count = math.prod(item.shape)
-        return torch.frombuffer(self.memory, dtype=_DTYPES[item.dtype], count=count, offset=item.start).view(item.shape)
+        return torch.frombuffer(self.memory, dtype=DTYPES[item.dtype], count=count, offset=item.start).view(item.shape)
 
-    def read(self, name: str, item: _Stored, device: str | torch.device, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, item: Stored, device: str | torch.device, dtype: torch.dtype) -> Tensor:
         """The tensor as the model wants it. In the stored dtype on the CPU, that is the file itself, nothing copied."""
         stored = self.tensor(item)
         # Vectors are copied: reading one from the file would keep megabytes of what lies around it in memory.
@@ -58,18 +54,18 @@ class _Mapping:
             self.release(item)
         return _turned(name, tensor)
 
-    def packed(self, dtype: torch.dtype, name: str, item: _Stored, weight: Tensor) -> Packed:
+    def packed(self, dtype: torch.dtype, name: str, item: Stored, weight: Tensor) -> Packed:
         """`weight`, which is this tensor, to be packed from here."""
         return Packed(dtype, weight, _turned(name, self.tensor(item)), functools.partial(self._packed, item))
 
-    def _packed(self, item: _Stored) -> None:
+    def _packed(self, item: Stored) -> None:
         """A tensor is packed: its pages can go, and the copies that packing made."""
         self.release(item)
         # They leave gaps in the heap, a quarter of the weights in all, which glibc gives back only when asked to.
         if trim := getattr(ctypes.pythonapi, "malloc_trim", None):
             trim(0)
 
-    def release(self, item: _Stored | None = None) -> None:
+    def release(self, item: Stored | None = None) -> None:
         """Give back the memory of a tensor, or of all, that nobody wrote to: the file still has it."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start, end = (item.start - item.start % mmap.PAGESIZE, item.end) if item else (0, len(self.memory))
@@ -77,4 +73,4 @@ class _Mapping:
 
 
 def _turned(name: str, tensor: Tensor) -> Tensor:
-    return tensor.t() if name.endswith(_TRANSPOSED) else tensor
+    return tensor.t() if name.endswith(TRANSPOSED) else tensor

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Write a model as OpenAI's checkpoints are: whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,78 +15,65 @@ from typing import Any
 import torch
 
 from minigpt.errors import CheckpointError
-from minigpt.files.mapping import _DTYPES, _TRANSPOSED
-from minigpt.files.reading import INDEX, PICKLES, WEIGHTS
-from minigpt.network.config import GPT2Config
+from minigpt.files.mapping import DTYPES
+from minigpt.files.names import TRANSPOSED, shapes
+from minigpt.files.reading import INDEX, PICKLES, TOKENIZER_FILES, WEIGHTS
 from minigpt.network.model import GPT2
 
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-def _shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the official layout with its shape, (in, out) for the weights in _TRANSPOSED."""
-    E, inner = config.n_embd, config.inner_dim
-    block = {
-        "ln_1.weight": (E,),
-        "ln_1.bias": (E,),
-        "attn.c_attn.weight": (E, 3 * E),
-        "attn.c_attn.bias": (3 * E,),
-        "attn.c_proj.weight": (E, E),
-        "attn.c_proj.bias": (E,),
-        "ln_2.weight": (E,),
-        "ln_2.bias": (E,),
-        "mlp.c_fc.weight": (E, inner),
-        "mlp.c_fc.bias": (inner,),
-        "mlp.c_proj.weight": (inner, E),
-        "mlp.c_proj.bias": (E,),
-    }
-    return {
-        "wte.weight": (config.vocab_size, E),
-        "wpe.weight": (config.n_positions, E),
-        **{f"h.{layer}.{name}": shape for layer in range(config.n_layer) for name, shape in block.items()},
-        "ln_f.weight": (E,),
-        "ln_f.bias": (E,),
-        **({} if config.tie_word_embeddings else {"lm_head.weight": (config.vocab_size, E)}),
-    }
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NONE: Mapping[str, bytes] = MappingProxyType({})
 
 
 def write_checkpoint(
-    model: GPT2, folder: Path, dtype: torch.dtype | None = None, others: Mapping[str, bytes] = MappingProxyType({})
+    model: GPT2,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    others: Mapping[str, bytes] = _NONE,
 ) -> None:
-    """Write `model` as OpenAI's checkpoints are: config.json, generation_config.json and model.safetensors.
+    """Write config.json, generation_config.json, model.safetensors and `others`, {name: contents}: a tokenizer's files.
 
-    dtype: a float format for the file, the model's own where not given. A vocabulary is not written: copy it beside.
-    transformers loads the result. Every file appears whole or not at all, config.json last.
+    dtype: a float format for the file, the model's own where not given. transformers loads the result. Every file
+    appears whole or not at all, config.json last.
 
-    Raises CheckpointError if the folder holds a model already, or cannot be written; ValueError for a dtype that is no
-    float.
+    Raises CheckpointError if the folder holds a model already, or another tokenizer, or cannot be written; ValueError
+    for a dtype that is no float.
     """
     folder, dtype = Path(folder), dtype or model.wte.weight.dtype
     if dtype not in _DTYPE_NAMES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPE_NAMES))}, not {dtype}")
-    names = ("config.json", "generation_config.json", INDEX, "*.safetensors", *PICKLES)
     tokens = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.to_dict()["eos_token_id"]}
     try:
-        present = [path.name for name in names for path in folder.glob(name)]
-        if present:
-            raise CheckpointError(f"{folder} holds a model already ({present[0]}): choose another folder")
+        _refuse_what_is_there(folder, others)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
             temp = Path(temporary)
             _write_weights(temp / WEIGHTS, model, dtype)
-            (temp / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
-            (temp / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
-            for name in (WEIGHTS, "generation_config.json", "config.json"):
+            last = {"generation_config.json": tokens, "config.json": model.config.to_dict()}
+            texts = {name: (json.dumps(data, indent=2) + "\n").encode() for name, data in last.items()}
+            for name, content in {**others, **texts}.items():
+                (temp / name).write_bytes(content)
+            for name in (WEIGHTS, *others, *texts):
                 os.replace(temp / name, folder / name)
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         raise CheckpointError(f"cannot save to {folder}: {getattr(error, 'strerror', error)}") from error
 
 
+def _refuse_what_is_there(folder: Path, others: Mapping[str, bytes]) -> None:
+    """A model is never written over another one, nor a tokenizer beside another one."""
+    names = ("config.json", "generation_config.json", INDEX, "*.safetensors", *PICKLES)
+    if present := [path.name for name in names for path in folder.glob(name)]:
+        raise CheckpointError(f"{folder} holds a model already ({present[0]}): choose another folder")
+    for name in TOKENIZER_FILES if others else ():
+        path = folder / name
+        if os.path.lexists(path) and not (path.is_file() and path.read_bytes() == others.get(name)):
+            raise CheckpointError(f"{folder} holds another tokenizer already ({name}): choose another folder")
+
+
 def _write_weights(path: Path, model: GPT2, dtype: torch.dtype) -> None:
     """A safetensors file, tensor by tensor: the library would need numpy, and the whole file in memory."""
-    shapes, end = _shapes(model.config), 0
+    sizes, end = shapes(model.config), 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, shape in shapes.items():
+    for name, shape in sizes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -94,7 +81,7 @@ def _write_weights(path: Path, model: GPT2, dtype: torch.dtype) -> None:
     state = model.state_dict()
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in shapes:
-            tensor = state[name].t() if name.endswith(_TRANSPOSED) else state[name]
+        for name in sizes:
+            tensor = state[name].t() if name.endswith(TRANSPOSED) else state[name]
             data = tensor.to("cpu", dtype).contiguous()
             file.write((ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr()))

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The layers of model.py: torch.nn's, but for their speed on a CPU. products.py has the products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minigpt.network.products import FORMATS, IN_PLACE, Packed, Plain, chosen
+from minigpt.network.products import Packed, learns, product_of
 
 
 class Linear(nn.Linear):
@@ -45,15 +45,10 @@ class Dropout(nn.Dropout):
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | None = None) -> Tensor:
     """x W^T + b, [...,in] -> [...,out], as fast as it goes."""
-    learns = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
-    if learns or not (x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu):
+    if packed and learns(weight):
+        packed.forget()
+    records = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
+    if records or not (x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu):
         return F.linear(x, weight, bias)
-    product = packed.of(weight) if packed else chosen(IN_PLACE)(weight)
+    product = product_of(weight, packed)
     return product(x, bias) if x.dim() > 1 else product(x[None], bias)[0]
-
-
-def describe(layer: Linear | Embedding) -> str:
-    """How the layer's products are made, for -v."""
-    if not layer.weight.is_cpu:
-        return Plain.name
-    return (chosen(FORMATS[layer.packed.dtype]) if layer.packed else chosen(IN_PLACE)).name

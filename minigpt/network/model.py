@@ -9,7 +9,7 @@ linear.py, whose Linear, Embedding and Dropout are torch.nn's but for their spee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,69 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def causal_mask(max_len: int, device: torch.device | str | None = None) -> Tensor:
     """[max_len, max_len] bool, lower triangular: row p is True for the positions that a token at position p may see."""
     return torch.tril(torch.ones(max_len, max_len, dtype=torch.bool, device=device))
+
+
+def visible_keys(mask: Tensor, T: int, cache: KVCache | None = None) -> Tensor | None:
+    """The keys that each of T new queries may see: rows of the causal mask, [T,S]; None: every key.
+
+    A token at position p sees the keys that row p of the mask allows, so the rows to use are the new tokens' positions.
+    [B,1,T,S] where the rows of the cache differ in length. Raises PromptError if S is more than the mask has.
+    """
+    past = 0 if cache is None else max(cache.lengths)
+    if past + T > len(mask):
+        raise PromptError(f"{past + T} tokens are more than the {len(mask)} that this attention was made for")
+    if cache is not None and cache.start is None:
+        return cache.visible(mask, T)
+    return None if T == 1 else mask[past : past + T, : past + T]  # one new token is the last, and sees everything
+
+
+def split_heads(qkv: Tensor, n_head: int) -> tuple[Tensor, ...]:
+    """What c_attn gives, [B,T,3*H*D], as queries, keys and values of each head, [B,H,T,D] each."""
+    B, T, width = qkv.shape
+    parts = qkv.view(B, T, 3 * n_head, width // (3 * n_head)).transpose(1, 2)  # (B, T, 3*H, D) -> (B, 3*H, T, D)
+    return parts.split(n_head, dim=1)  # 3 * (B, H, T, D)
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, visible: Tensor | None, scale: float, dropout: float = 0.0, upcast: bool = False
+) -> Tensor:
+    """softmax(Q K^T * scale + mask), [B,H,T,S]: each row sums to 1 (until dropout, in training)."""
+    dtype = q.dtype
+    if upcast:
+        q, k = q.float(), k.float()
+    scores = q @ k.transpose(-2, -1) * scale  # (B, H, T, D) @ (B, H, D, S) -> (B, H, T, S)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    weights = F.softmax(scores, dim=-1).to(dtype)
+    return F.dropout(weights, dropout) if dropout else weights
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    dropout: float = 0.0,
+    upcast: bool = False,
+) -> Tensor:
+    """softmax(Q K^T * scale + mask) V, [B,H,T,D] (k and v: [B,H,S,D]; visible: see `visible_keys`).
+
+    Mostly by PyTorch's fused attention, which never holds the [T,S] weights.
+    """
+    T, S = q.shape[2], k.shape[2]
+    # For one query on a CPU the formula is the faster, in batches up to 1.4 times. The fused attention takes the
+    # scores in the dtype of q and k.
+    if (T == 1 and q.is_cpu) or (upcast and q.dtype != torch.float32):
+        return attention_weights(q, k, visible, scale, dropout, upcast) @ v  # (B, H, T, S) @ (B, H, S, D)
+    # is_causal aligns its triangle at the top left, which is right only where no token came before.
+    square = visible is not None and visible.dim() == 2 and T == S
+    return F.scaled_dot_product_attention(q, k, v, None if square else visible, dropout, is_causal=square, scale=scale)
+
+
+def join_heads(heads: Tensor) -> Tensor:
+    """The heads' outputs side by side: [B,H,T,D] -> [B,T,H*D]."""
+    return heads.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, H*D), copied where T > 1
 
 
 class MultiHeadAttention(nn.Module):
@@ -82,81 +145,26 @@ class MultiHeadAttention(nn.Module):
         self.output_dropout = Dropout(output_dropout)
         self.register_buffer("mask", causal_mask(max_len), persistent=False)
 
-    def _project(self, x: Tensor, cache: KVCache | None, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the new tokens, [B,H,T,D]; keys and values of all, [B,H,S,D] (S = T where there is no cache)."""
-        B, T, _ = x.shape
-        H, D = self.n_head, self.head_dim
-        # (B, T, E) -> (B, T, 3*H*D) -> (B, T, 3*H, D) -> (B, 3*H, T, D) -> 3 * (B, H, T, D)
-        q, k, v = self.c_attn(x).view(B, T, 3 * H, D).transpose(1, 2).split(H, dim=1)
+    def forward(self, x: Tensor, cache: KVCache | None = None, layer: int = 0) -> Tensor:
+        """[B,T,E] -> [B,T,E]; with a cache, the new tokens also attend to block `layer`'s earlier ones."""
+        q, k, v = split_heads(self.c_attn(x), self.n_head)  # (B, T, 3*H*D) -> 3 * (B, H, T, D)
+        visible = visible_keys(self.mask, x.shape[1], cache)  # (T, S): row p is what position p may see
         if cache is not None:
-            k, v = cache.update(layer, k, v)
-        if k.shape[2] > len(self.mask):
-            raise PromptError(
-                f"{k.shape[2]} tokens are more than the {len(self.mask)} that this attention was made for"
-            )
-        return q, k, v
-
-    def _visible(self, T: int, S: int, cache: KVCache | None) -> Tensor | None:
-        """Which of S keys each of T queries may see: [T,S]; [B,1,T,S] if the rows differ in length; None: all of them.
-
-        A token at position p sees what row p of the mask allows, so the rows to use are the new tokens' positions.
-        """
-        if cache is not None and cache.start is None:
-            return self.mask[cache.positions(T), :S].unsqueeze(1)
-        return None if T == 1 else self.mask[S - T : S, :S]  # one new token is the last, and sees everything
-
-    def _weights(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
-        """softmax(Q K^T * scale + mask), [B,H,T,S]: each row sums to 1 (until dropout, in training)."""
-        dtype = q.dtype
-        if self.upcast:
-            q, k = q.float(), k.float()
-        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, T, D) @ (B, H, D, S) -> (B, H, T, S)
-        if visible is not None:
-            scores = scores.masked_fill(~visible, float("-inf"))
-        weights = F.softmax(scores, dim=-1).to(dtype)
-        return F.dropout(weights, self.attention_dropout) if self.training else weights
-
-    def _join(self, heads: Tensor, ablate: Collection[int]) -> Tensor:
-        """The heads' outputs [B,H,T,D] side by side, through W_O: [B,T,E]."""
-        if ablate:
-            heads = heads.clone()
-            for head in ablate:  # filled, not indexed with a tensor from the host, which no CUDA graph can hold
-                heads[:, head].zero_()
-        B, H, T, D = heads.shape
-        joined = heads.transpose(1, 2).contiguous().view(B, T, H * D)  # (B, H, T, D) -> (B, T, H*D)
-        out: Tensor = self.output_dropout(self.c_proj(joined))
+            k, v = cache.update(layer, k, v)  # (B, H, S, D), the earlier tokens first
+        dropout = self.attention_dropout if self.training else 0.0
+        heads = attend(q, k, v, visible, self.scale, dropout, self.upcast)  # softmax(Q K^T * scale) V: (B, H, T, D)
+        out: Tensor = self.output_dropout(self.c_proj(join_heads(heads)))  # (B, T, H*D) -> W_O -> (B, T, E)
         return out
 
-    def written_out(
-        self, x: Tensor, cache: KVCache | None = None, layer: int = 0, *, ablate: Collection[int] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """[B,T,E] -> [B,T,E] and the attention weights [B,H,T,S], by the steps above: the reference for `forward`.
-
-        With a cache, the new tokens also attend to what block `layer` of it holds.
-        `ablate` names heads whose output is zeroed before W_O.
-        """
-        q, k, v = self._project(x, cache, layer)
-        weights = self._weights(q, k, self._visible(q.shape[2], k.shape[2], cache))
-        return self._join(weights @ v, ablate), weights  # (B, H, T, S) @ (B, H, S, D) -> (B, H, T, D)
-
-    def forward(
-        self, x: Tensor, cache: KVCache | None = None, layer: int = 0, *, ablate: Collection[int] = ()
-    ) -> Tensor:
-        """The same with PyTorch's fused attention, which never holds the [T,S] weights: [B,T,E] -> [B,T,E]."""
-        if self.upcast and x.dtype != torch.float32:  # the fused attention takes the scores in the dtype of q and k
-            return self.written_out(x, cache, layer, ablate=ablate)[0]
-        q, k, v = self._project(x, cache, layer)
-        T, S = q.shape[2], k.shape[2]
-        visible = self._visible(T, S, cache)
-        if T == 1 and x.is_cpu:  # for one query the formula is the faster, in batches up to 1.4 times
-            return self._join(self._weights(q, k, visible) @ v, ablate)
-        # is_causal aligns its triangle at the top left, which is right only where no token came before.
-        square = visible is not None and visible.dim() == 2 and T == S
+    def written_out(self, x: Tensor, cache: KVCache | None = None, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """The reference for `forward`, never fused: [B,T,E] -> [B,T,E] and the attention weights [B,H,T,S]."""
+        q, k, v = split_heads(self.c_attn(x), self.n_head)
+        visible = visible_keys(self.mask, x.shape[1], cache)
+        if cache is not None:
+            k, v = cache.update(layer, k, v)
         dropout = self.attention_dropout if self.training else 0.0
-        heads = F.scaled_dot_product_attention(
-            q, k, v, None if square else visible, dropout, is_causal=square, scale=self.scale
-        )
-        return self._join(heads, ablate)
+        weights = attention_weights(q, k, visible, self.scale, dropout, self.upcast)
+        return self.output_dropout(self.c_proj(join_heads(weights @ v))), weights
 
 
 class MLP(nn.Module):
@@ -212,14 +220,12 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, cache: KVCache | None = None, record: Record | None = None, ablate: Collection[int] = ()
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, record: Record | None = None) -> Tensor:
         """[B,T,E] -> [B,T,E]."""
         if record is None or not record.weights:
-            x = x + self.attn(self.ln_1(x), cache, self.layer, ablate=ablate)
+            x = x + self.attn(self.ln_1(x), cache, self.layer)
         else:
-            out, weights = self.attn.written_out(self.ln_1(x), cache, self.layer, ablate=ablate)
+            out, weights = self.attn.written_out(self.ln_1(x), cache, self.layer)
             record.attentions.append(weights)
             x = x + out
         x = x + self.mlp(self.ln_2(x))
@@ -277,35 +283,40 @@ class GPT2(nn.Module):
             counts[kinds.get(part, "norms")] += parameter.numel()
         return counts
 
-    def hidden(
-        self,
-        ids: Tensor,
-        cache: KVCache | None = None,
-        *,
-        record: Record | None = None,
-        ablate: Collection[tuple[int, int]] = (),
-    ) -> Tensor:
-        """Token ids [B,T] -> hidden states [B,T,E] after the final LayerNorm.
+    def positions(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The positions of token ids [B,T]: [T], or [B,T] after what the cache holds.
 
-        cache: earlier tokens; the new ones take the positions after them and are added to it.
-        record: collects attention weights and residuals (for the weights, the attention is written out, not fused).
-        ablate: (layer, head) pairs whose output is zeroed before W_O.
-        Raises PromptError if there are more tokens than positions.
+        Raises PromptError for ids that are no integers or not [B,T], or that are more than there are positions.
         """
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            found = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise PromptError(f"token ids must be a tensor [B,T] of int64 or int32, not {found}")
         B, T = ids.shape
         if cache is not None and len(cache.lengths) != B:
             raise ValueError(f"the cache has {len(cache.lengths)} rows, but the ids have {B}")
         past = max(cache.lengths) if cache is not None else 0
         if past + T > self.config.n_positions:
             raise PromptError(f"{past + T} tokens are more than the model's {self.config.n_positions} positions")
-        positions = torch.arange(T, device=ids.device) if cache is None else cache.positions(T)  # (T,) or (B, T)
-        x = self.dropout(self.wte(ids) + self.wpe(positions))  # (B, T, E)
+        return torch.arange(T, device=ids.device) if cache is None else cache.positions(T)
+
+    def hidden(self, ids: Tensor, cache: KVCache | None = None, *, record: Record | None = None) -> Tensor:
+        """Token ids [B,T] -> hidden states [B,T,E] after the final LayerNorm.
+
+        cache: earlier tokens; the new ones take the positions after them and are added to it.
+        record: collects attention weights and residuals (for the weights, the attention is written out, not fused).
+        Raises PromptError if there are more tokens than positions.
+        """
+        positions = self.positions(ids, cache)
+        try:
+            x = self.dropout(self.wte(ids) + self.wpe(positions))  # (B, T, E)
+        except IndexError:
+            raise PromptError(f"token ids go from 0 to {self.config.vocab_size - 1}, but these hold another") from None
         if record is not None:
             record.residuals.append(x)
-        for layer, block in enumerate(self.h):
-            x = block(x, cache, record, [head for at, head in ablate if at == layer] if ablate else ())
+        for block in self.h:
+            x = block(x, cache, record)
         if cache is not None:
-            cache.advance(T)
+            cache.advance(ids.shape[1])
         out: Tensor = self.ln_f(x)
         return out
 

@@ -1,13 +1,10 @@
-"""TODO."""
+"""Text as it comes, token by token: whole characters only, and nothing after a stop string."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
 from minigpt.text.tokenizer import Tokenizer
 
 

@@ -3,52 +3,48 @@
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import index
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
 from minigpt.checks import short_repr
 from minigpt.errors import PromptError, TokenizerError
-from minigpt.text.vocabulary import END_OF_TEXT, Added, Vocabulary, gpt2_vocabulary, read_vocabulary, text_bytes
+from minigpt.text.added import GPT2_ADDED
+from minigpt.text.folder import Found, read_folder
+from minigpt.text.vocabulary import gpt2_vocabulary, official_files, text_bytes
 
 # tiktoken's r50k pattern: GPT-2's pieces, by regular expressions that do not overflow on long words.
 _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-
-
 # Even so tiktoken panics on a million white-space characters that text follows: see Tokenizer._encode_ordinary.
 _WHITE_SPACE = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")  # \s there, not in re
-
-
 _LONG_RUN = 500_000
-
-
-_BETWEEN_WORDS = re.compile("(?<=[A-Za-z0-9]) (?=[A-Za-z0-9])")
-
-
-_PART = 100_000  # characters
+_OWN = "GPT-2's own"
 
 
 class Tokenizer:
     """Byte-level BPE with GPT-2's rules. `id in tokenizer`: whether the id exists (padded vocabularies have gaps).
 
-    n_vocab: the largest id + 1.
+    n_vocab: the largest id + 1.      origin: where the vocabulary is from, in a few words.
     """
 
-    def __init__(self, vocabulary: Vocabulary, added: Mapping[str, Added]) -> None:
+    def __init__(self, found: Found, origin: str) -> None:
         """For gpt2 and from_folder, which are the ways to make one."""
-        tokens, ids, others = vocabulary
+        (tokens, ids, others), added = found.vocabulary, found.added
         ranks = {token: rank for rank, token in enumerate(tokens)}
         self._bpe = tiktoken.Encoding("minigpt", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={})
         self._ids = None if ids == range(len(tokens)) else ids  # None: ranks are ids
         self._bytes = dict(zip(ids, tokens, strict=True))
         self._bytes |= {id: text_bytes(spelling) for spelling, id in others.items()}
-        self._bytes |= {token.id: text.encode(errors="replace") for text, token in added.items()}
         self._bytes.pop(-1, None)
-        self._added = added
+        own = len(self._bytes)
+        self._bytes |= {token.id: text.encode(errors="replace") for text, token in added.items()}
+        more = f" + {len(self._bytes) - own} added" if len(self._bytes) > own else " tokens"
+        self.origin = origin or f"{found.source or _OWN}, {own}{more}"
+        self._found, self._added = found, added
         texts = sorted(added, key=len, reverse=True)  # the longest match wins
         groups = [[re.escape(text) for text in texts if added[text].normalized is last] for last in (False, True)]
         self._patterns = [re.compile("|".join(group)) for group in groups if group]
@@ -57,20 +53,21 @@ class Tokenizer:
     @classmethod
     def gpt2(cls) -> Tokenizer:
         """The vocabulary of OpenAI's GPT-2, 50257 tokens, from this package."""
-        return cls(gpt2_vocabulary(), {END_OF_TEXT: Added(50256, special=True, normalized=False)})
+        return cls(Found(gpt2_vocabulary(), GPT2_ADDED, "", {}), _OWN)
 
     @classmethod
-    def from_folder(cls, folder: Path, vocab_size: int) -> Tokenizer | None:
-        """The tokenizer of the checkpoint in `folder`: vocab.json + merges.txt or tokenizer.json, and added tokens.
+    def from_folder(cls, folder: Path, vocab_size: int, config: Mapping[str, Any] | None = None) -> Tokenizer | None:
+        """The tokenizer of the checkpoint in `folder`: tokenizer.json, else vocab.json + merges.txt, and added tokens.
 
-        A folder without one gets GPT-2's if vocab_size allows, else None: such a model takes token ids only.
-        Ids may have gaps anywhere, as pruned and padded vocabularies do.
+        config: the contents of config.json, which may name another tokenizer.
+        A folder without one gets GPT-2's if vocab_size allows, with a warning if the model looks like another; else
+        None: such a model takes token ids only. Ids may have gaps anywhere, as pruned and padded vocabularies do.
         Raises TokenizerError, naming the file and the cure, if it is damaged or is not GPT-2's kind of tokenizer.
         """
-        found = read_vocabulary(folder, vocab_size)
+        found = read_folder(folder, vocab_size, config or {})
         if found is None:
             return None
-        vocabulary, added = found
+        vocabulary, added = found.vocabulary, found.added
         # Added tokens may lie beyond it: fine-tunes often add one for padding that the model has no row for.
         highest = max(*vocabulary.ids, *(id for text, id in vocabulary.others.items() if text not in added))
         if highest >= vocab_size:
@@ -78,7 +75,11 @@ class Tokenizer:
                 f"{folder}: the tokenizer has a token with id {highest}, but the model's vocab_size is {vocab_size}: "
                 "use the tokenizer files that belong to this model"
             )
-        return cls(vocabulary, added)
+        return cls(found, "" if found.source or found.files else f"{_OWN}: the folder has none")
+
+    def files(self) -> dict[str, bytes]:
+        """{name: contents} of the files that stand for this tokenizer: as they were read, or OpenAI's, made anew."""
+        return {**self._found.files, **({} if self._found.source else official_files())}
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -97,18 +98,6 @@ class Tokenizer:
         ids: list[int] = []
         for part in self._split(text, special, self._patterns):
             ids += [part] if isinstance(part, int) else self._encode_ordinary(part)
-        return ids
-
-    def encode_long(self, text: str, *, special: bool = False) -> array[int]:
-        """The same ids as `encode` gives, in an array: four bytes each, where a list takes forty."""
-        ids, start = array("i"), 0
-        if not any(" " in added for added in self._added):  # else a cut could split one
-            for cut in range(_PART, len(text), _PART):
-                # A space between two letters or digits always begins a piece, and merges never cross pieces.
-                if match := _BETWEEN_WORDS.search(text, cut, cut + _PART):
-                    ids.extend(self.encode(text[start : match.start()], special=special))
-                    start = match.start()
-        ids.extend(self.encode(text[start:], special=special))
         return ids
 
     def _split(self, text: str, special: bool, patterns: Sequence[re.Pattern[str]]) -> Iterator[str | int]:

@@ -1,40 +1,33 @@
-"""Vocabulary files: read, check, and turn into what the BPE needs; or GPT-2's own, shipped in data/.
+"""A vocabulary: read from a checkpoint's files, checked, and turned into what the BPE needs; or GPT-2's own.
 
-data/gpt2.tokens.z holds GPT-2's tokens 256 to 50255 in id order, joined by 0xFF, which none contains, and deflated. The
-tests rebuild the official vocab.json and merges.txt from it, byte for byte. Nothing here touches the network.
+data/gpt2.tokens.z holds GPT-2's tokens 256 to 50255 in id order, joined by 0xFF, which none contains, and deflated.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
-import unicodedata
+import math
 import zlib
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minigpt.errors import TokenizerError
+from minigpt.errors import MiniGPTError, TokenizerError
 from minigpt.files import reading
 from minigpt.files.reading import cure
 
 END_OF_TEXT = "<|endoftext|>"
 
-
 # How files spell a byte: itself if printable, else the next character from U+0100. The order is that of GPT-2's ids.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-
-
-_ALPHABET = {chr(byte): byte for byte in _PRINTABLE}
-
-
-_ALPHABET |= {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
-
-
-_BYTES = [bytes([byte]) for byte in _ALPHABET.values()]
-
+ALPHABET = {chr(byte): byte for byte in _PRINTABLE}
+ALPHABET |= {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
+_SPELLING = {byte: char for char, byte in ALPHABET.items()}
+_BYTES = [bytes([byte]) for byte in ALPHABET.values()]
+_LONGEST = 10_000  # bytes of a token: the time to check one grows with the square
 
 # sha256 of the files in OpenAI's checkpoints, the same in every size: they hold the vocabulary shipped here.
 _OFFICIAL = {
@@ -43,11 +36,8 @@ _OFFICIAL = {
     "tokenizer.json": "8414cab924d8b9b33013f0d221c5862f365ee9be39c5c2bfae8a5a9e970478a6",
 }
 
-
 # What a tokenizer.json may say, by part and setting (absent is None): the byte-level BPE of GPT-2 and nothing else.
 _OFF = (None, False, "")
-
-
 _PIPELINE: dict[str, dict[str, tuple[Any, ...]]] = {
     "model": {
         "type": (None, "BPE"),
@@ -72,58 +62,60 @@ class Vocabulary(NamedTuple):
     others: Mapping[str, int]  # tokens that no merge makes
 
 
-class Added(NamedTuple):
-    """An added token: looked for in the text before BPE, a special one only on request."""
-
-    id: int
-    special: bool
-    normalized: bool  # these are looked for last; as no normalizer is supported, it means nothing else
-
-
 def gpt2_vocabulary() -> Vocabulary:
-    """The vocabulary of OpenAI's GPT-2, from this package."""
-    data = files("minigpt").joinpath("data", "gpt2.tokens.z").read_bytes()
+    """The vocabulary of OpenAI's GPT-2, from this package. Raises MiniGPTError where the package lacks its data."""
+    try:
+        data = resources.files("minigpt").joinpath("data", "gpt2.tokens.z").read_bytes()
+    except OSError:
+        raise MiniGPTError("this installation of minigpt lacks data/gpt2.tokens.z: install minigpt again") from None
     tokens = _BYTES + zlib.decompress(data).split(b"\xff")
     return Vocabulary(tokens, range(len(tokens)), {END_OF_TEXT: len(tokens)})
 
 
-def read_vocabulary(folder: Path, vocab_size: int) -> tuple[Vocabulary, dict[str, Added]] | None:
-    """What vocab.json + merges.txt, else tokenizer.json, in `folder` hold, and its added tokens.
+def official_files() -> dict[str, bytes]:
+    """OpenAI's vocab.json and merges.txt, byte for byte, made from the vocabulary in this package."""
+    tokens, _, others = gpt2_vocabulary()
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    merges = [" ".join(map(spelled, _apply(ranks, token, rank))) for token, rank in ranks.items() if rank >= 256]
+    return _saved({spelled(token): rank for token, rank in ranks.items()} | dict(others), merges)
 
-    Without them it is GPT-2's vocabulary if vocab_size allows, else None.
 
-    Raises TokenizerError, naming the file and the cure, if it is damaged or is not GPT-2's kind of tokenizer.
+def _saved(vocab: Mapping[str, int], merges: Sequence[str]) -> dict[str, bytes]:
+    texts = {"vocab.json": json.dumps(vocab), "merges.txt": "\n".join(["#version: 0.2", *merges, ""])}
+    return {name: text.encode(errors="replace") for name, text in texts.items()}
+
+
+def is_official(name: str, data: bytes) -> bool:
+    """Whether this file is the one in OpenAI's checkpoints."""
+    return hashlib.sha256(data).hexdigest() == _OFFICIAL[name]
+
+
+def from_pair(vocab_path: Path, vocab: bytes, merges_path: Path, merges: bytes) -> Vocabulary:
+    """The vocabulary that vocab.json and merges.txt stand for. Raises TokenizerError."""
+    if is_official("vocab.json", vocab) and is_official("merges.txt", merges):
+        return gpt2_vocabulary()
+    lines = reading.as_text(merges_path, merges, TokenizerError).splitlines()
+    listed = [line for line in lines if not line.startswith("#version")]
+    return _build(vocab_path, reading.as_json(vocab_path, vocab, TokenizerError), merges_path, listed)
+
+
+def from_pipeline(path: Path, data: bytes) -> tuple[Vocabulary, list[Any]]:
+    """The vocabulary and the added tokens of a tokenizer.json.
+
+    Raises TokenizerError, naming the setting, if it does anything that GPT-2's does not.
     """
-    config_path, pipeline_path = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    config = read_json(config_path)
-    for name in ("add_prefix_space", "add_bos_token", "add_eos_token"):
-        if config.get(name):
-            raise TokenizerError(f"{config_path}: {name} is not supported")
-    pipeline = _read_pipeline(pipeline_path)
-    vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
-    has_vocab, has_merges = _is_file(vocab_path), _is_file(merges_path)
-    if has_vocab and has_merges:
-        if _is_official(vocab_path) and _is_official(merges_path):
-            vocabulary = gpt2_vocabulary()
-        else:
-            vocabulary = _build(vocab_path, read_json(vocab_path), merges_path, _read_merges(merges_path))
-    elif pipeline:
-        merges_path, model = pipeline_path, pipeline["model"]
-        vocabulary = _build(pipeline_path, model.get("vocab"), pipeline_path, model.get("merges"))
-    elif has_vocab or has_merges:
-        raise TokenizerError(f"{folder} has only one of vocab.json and merges.txt: copy the other one beside it")
-    elif _is_file(pipeline_path) or (vocab_size >= 50257 and "GPT2" in str(config.get("tokenizer_class", "GPT2"))):
-        vocabulary = gpt2_vocabulary()
-    else:
-        return None
-    try:
-        added = _added_tokens(folder, pipeline, config, vocabulary)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(f"{folder}: its added tokens are damaged ({error!r}): download it again") from None
-    for token in vocabulary.others:
-        if token not in added and _is_word(token):
-            raise TokenizerError(f"{merges_path} is incomplete, no merge makes {token!r}: {cure(merges_path)}")
-    return vocabulary, added
+    if is_official("tokenizer.json", data):
+        return gpt2_vocabulary(), []
+    pipeline = reading.as_json(path, data, TokenizerError)
+    for name, settings in _PIPELINE.items():
+        part = pipeline.get(name) or {}
+        if not isinstance(part, dict) or (name == "model" and not part):
+            raise TokenizerError(f"{path} is damaged, its {name} is {part!r}: {cure(path)}")
+        for setting, supported in settings.items():
+            if part.get(setting) not in supported:
+                raise TokenizerError(f"{path}: {name} with {setting} = {part.get(setting)!r} is not supported")
+    model = pipeline["model"]
+    return _build(path, model.get("vocab"), path, model.get("merges")), pipeline.get("added_tokens") or []
 
 
 def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Vocabulary:
@@ -141,22 +133,23 @@ def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Voca
         lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     except TypeError:
         raise TokenizerError(f"{merges_path} holds no list of merges: {cure(merges_path)}") from None
-    saved = {"vocab.json": json.dumps(vocab), "merges.txt": "\n".join(["#version: 0.2", *lines, ""])}
-    if all(_digest(text) == _OFFICIAL[name] for name, text in saved.items()):
+    if all(is_official(name, data) for name, data in _saved(vocab, lines).items()):
         return gpt2_vocabulary()  # saved in another form: saves a second of checks
-    tokens, ids = list(_BYTES), [vocab.get(char, -1) for char in _ALPHABET]
-    others = {spelling: id for spelling, id in vocab.items() if spelling not in _ALPHABET}
+    tokens, ids = list(_BYTES), [vocab.get(char, -1) for char in ALPHABET]
+    others = {spelling: id for spelling, id in vocab.items() if spelling not in ALPHABET}
     ranks = {token: rank for rank, token in enumerate(tokens)}
     for number, line in enumerate(lines, 1):
-        where, parts = f"{merges_path}, merge {number}, {line!r}", line.split(" ")
+        where, parts = f"{merges_path}, merge {number}, {line[:200]!r}", line.split(" ")
         if len(parts) != 2 or any(part not in vocab for part in (*parts, "".join(parts))):
             raise TokenizerError(
                 f"{where}: not two tokens that make a third one: {cure(merges_path)}, and {vocab_path.name}"
             )
         try:
-            left, right = map(_to_bytes, parts)
+            left, right = map(to_bytes, parts)
         except KeyError:
             raise TokenizerError(f"{where}: not in GPT-2's spelling of bytes, the only one supported") from None
+        if len(left + right) > _LONGEST:
+            raise TokenizerError(f"{where}: a token of more than {_LONGEST} bytes is not supported")
         if _apply(ranks, left + right) != [left, right]:
             raise TokenizerError(f"{where}: does not follow from the merges before it: {cure(merges_path)}")
         ranks[left + right] = len(tokens)
@@ -165,127 +158,35 @@ def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Voca
     return Vocabulary(tokens, ids, others)
 
 
-def _apply(ranks: Mapping[bytes, int], token: bytes) -> list[bytes]:
-    """BPE by its definition: the parts that the merges in `ranks` leave of `token`.
+def _apply(ranks: Mapping[bytes, int], token: bytes, below: float = math.inf) -> list[bytes]:
+    """BPE by its definition, with the ranks under `below`: join the neighbours of the lowest rank, again and again."""
 
-    A queue of the joins that are possible, the best first, so that a token of a million bytes takes no hours.
-    """
-    ends = [*range(1, len(token) + 1), 0]  # where the part ends that begins here; 0: none begins here
-    starts = [*range(-1, len(token))]  # where the part begins that ends before this
-    queue: list[tuple[int, int, int, int]] = []
+    def rank(pair: tuple[bytes, bytes]) -> float:
+        found = ranks.get(pair[0] + pair[1], math.inf)
+        return found if found < below else math.inf
 
-    def push(start: int, middle: int) -> None:
-        if start >= 0 and (end := ends[middle]) and (rank := ranks.get(token[start:end])) is not None:
-            heapq.heappush(queue, (rank, start, middle, end))
-
-    for start in range(len(token) - 1):
-        push(start, start + 1)
-    while queue:
-        _, start, middle, end = heapq.heappop(queue)
-        if ends[start] == middle and ends[middle] == end:
-            ends[start], ends[middle], starts[end] = end, 0, start
-            push(starts[start], start)
-            push(start, end)
-    return [token[start:end] for start, end in enumerate(ends) if end]
+    parts = [token[at : at + 1] for at in range(len(token))]
+    joins = [*map(rank, pairwise(parts))]
+    while joins and (lowest := min(joins)) < math.inf:
+        at = joins.index(lowest)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        joins[max(at - 1, 0) : at + 2] = map(rank, pairwise(parts[max(at - 1, 0) : at + 2]))
+    return parts
 
 
-def _to_bytes(spelling: str) -> bytes:
-    """Raises KeyError for what is not a byte-level token."""
-    return bytes([_ALPHABET[char] for char in spelling])
+def to_bytes(spelling: str) -> bytes:
+    """The bytes of a token. Raises KeyError for what is not spelled as byte-level tokens are."""
+    return bytes([ALPHABET[char] for char in spelling])
+
+
+def spelled(token: bytes) -> str:
+    """How files spell a token."""
+    return "".join(_SPELLING[byte] for byte in token)
 
 
 def text_bytes(spelling: str) -> bytes:
+    """The bytes of any token: of one that is not byte-level, those of its text."""
     try:
-        return _to_bytes(spelling)
+        return to_bytes(spelling)
     except KeyError:
         return spelling.encode(errors="replace")
-
-
-def _is_word(spelling: str) -> bool:
-    """Whether merges must have made this token: the pattern would not cut it (nearly), as it would <pad> or [PAD]."""
-    text = text_bytes(spelling).decode(errors="replace").strip()
-    return len({unicodedata.category(char)[0].strip("MPSCZ") for char in text}) < 2  # letters, numbers, all others
-
-
-def _added_tokens(folder: Path, pipeline: Any, config: Any, vocabulary: Vocabulary) -> dict[str, Added]:
-    """Every added token that the folder's files list. Special are those marked so, and those that have a role."""
-    ranks = {token: rank for rank, token in enumerate(vocabulary.tokens)}
-
-    def find(spelling: str) -> int | None:
-        """The id of a token, spelled as in the file."""
-        if spelling in vocabulary.others:
-            return vocabulary.others[spelling]
-        try:
-            id = vocabulary.ids[ranks[_to_bytes(spelling)]]
-        except KeyError:
-            return None
-        return None if id < 0 else id
-
-    roles: dict[str, Any] = {END_OF_TEXT: {}}
-    for key, value in (read_json(folder / "special_tokens_map.json") | config).items():
-        if key.endswith(("_token", "special_tokens")):  # bos_token: one; additional_special_tokens: many, even by name
-            named = isinstance(value, dict) and "content" not in value
-            for item in value.values() if named else value if isinstance(value, list) else [value]:
-                if isinstance(item, (str, dict)):
-                    roles |= {item: {}} if isinstance(item, str) else {item["content"]: item}
-    found = [(folder / "tokenizer.json", item) for item in pipeline.get("added_tokens") or ()]
-    path = folder / "tokenizer_config.json"
-    found += [(path, {**item, "id": int(id)}) for id, item in config.get("added_tokens_decoder", {}).items()]
-    path = folder / "added_tokens.json"
-    found += [(path, {"content": text, "id": id}) for text, id in read_json(path).items()]
-    # A role's token without an id is one that this vocabulary lacks.
-    ids = {text: find(text) for text in roles}
-    found += [(folder, {**roles[text], "content": text, "id": id}) for text, id in ids.items() if id is not None]
-    added: dict[str, Added] = {}
-    taken = {*vocabulary.ids, *vocabulary.others.values()}
-    for path, item in found:
-        text, id = item["content"], item["id"]
-        for flag in ("single_word", "lstrip", "rstrip"):
-            if item.get(flag):
-                raise TokenizerError(f"{path}: the added token {text!r} has {flag} set, which is not supported")
-        known = added[text].id if text in added else find(text)
-        if not text or type(id) is not int or id < 0 or (id != known and (known is not None or id in taken)):
-            raise TokenizerError(f"{path}: the added token {text!r} has an id, {id!r}, that contradicts the rest")
-        taken.add(id)
-        special = text in roles or bool(item.get("special"))
-        added.setdefault(text, Added(id, special, bool(item.get("normalized", not special))))
-    return added
-
-
-def _read_pipeline(path: Path) -> dict[str, Any]:
-    """The contents of a tokenizer.json; {} if there is none, or if it is GPT-2's own.
-
-    Raises TokenizerError, naming the setting, if it does anything that GPT-2's does not.
-    """
-    if not _is_file(path) or _is_official(path):
-        return {}
-    pipeline = read_json(path)
-    for name, settings in _PIPELINE.items():
-        part = pipeline.get(name) or {}
-        if not isinstance(part, dict) or (name == "model" and not part):
-            raise TokenizerError(f"{path} is damaged, its {name} is {part!r}: {cure(path)}")
-        for setting, supported in settings.items():
-            if part.get(setting) not in supported:
-                raise TokenizerError(f"{path}: {name} with {setting} = {part.get(setting)!r} is not supported")
-    return pipeline
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} if there is no such file."""
-    return reading.read_json(path, TokenizerError) if _is_file(path) else {}
-
-
-def _is_file(path: Path) -> bool:
-    return reading.is_file(path, TokenizerError)
-
-
-def _read_merges(path: Path) -> list[str]:
-    return [line for line in reading.read_text(path, TokenizerError).splitlines() if not line.startswith("#version")]
-
-
-def _is_official(path: Path) -> bool:
-    return _digest(reading.read_text(path, TokenizerError)) == _OFFICIAL[path.name]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()

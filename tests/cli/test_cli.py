@@ -204,6 +204,7 @@ def test_a_prompt_that_is_not_utf8_names_the_offset(run: Any, tmp_path: Path) ->
     assert (code, err) == (1, "minigpt: error: standard input is not UTF-8: byte 0xff at offset 0\n")
 
 
+@pytest.mark.slow
 def test_text_is_utf8_whatever_the_locale(folder: Path, tmp_path: Path) -> None:
     """In the C locale Python reads an argument as ASCII, and leaves every other byte as a lone surrogate."""
     (tmp_path / "prompt.txt").write_bytes("café 日".encode())
@@ -308,6 +309,7 @@ def test_score_refuses_in_one_clear_line(run: Any, args: list[str], code: int, m
     assert (got, out) == (code, "") and message in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_while_ten_megabytes_are_scored(tmp_path: Path) -> None:
     """Lists of ids and log-probabilities would add 160 MB here; the text and 4 bytes a token add 30."""
     model = tmp_path / "model"
@@ -404,6 +406,7 @@ def test_a_signal_keeps_the_text_and_ends_the_line(endless: list[str], number: i
     assert err == b""
 
 
+@pytest.mark.slow
 def test_a_signal_while_loading_is_quiet(endless: list[str]) -> None:
     for delay in (0.05, 0.4, 1.0):
         running = process(*endless)
@@ -413,6 +416,7 @@ def test_a_signal_while_loading_is_quiet(endless: list[str]) -> None:
         assert running.returncode in (143, -signal.SIGTERM) and err == b""  # -SIGTERM: before main began
 
 
+@pytest.mark.slow
 def test_two_signals_in_a_row_are_quiet(endless: list[str]) -> None:
     """The second arrives while Python shuts down, or before main has begun."""
     for delay in (0.0, 0.02, 0.1, 2.0):
@@ -435,6 +439,7 @@ def test_a_closed_pipe_is_quiet(endless: list[str]) -> None:
     assert running.stderr.read() == b""
 
 
+@pytest.mark.slow
 def test_nobody_reading_stderr_loses_no_work(folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -444,6 +449,7 @@ def test_nobody_reading_stderr_loses_no_work(folder: Path) -> None:
     assert (running.communicate(timeout=60)[0].decode(), running.returncode) == (expected + "\n", 0)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_line(endless: list[str]) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
@@ -454,6 +460,7 @@ def test_a_full_disk_is_one_clear_line(endless: list[str]) -> None:
     assert err.decode() == "minigpt: error: output: No space left on device\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
 def test_output_that_the_terminal_cannot_show_never_crashes(folder: Path, encoding: str) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
@@ -494,6 +501,7 @@ def test_text_for_a_model_without_a_tokenizer_says_what_to_do(
     assert len(capsys.readouterr().out.split()) == 3
 
 
+@pytest.mark.slow
 def test_closed_standard_streams(folder: Path) -> None:
     command = f"{sys.executable} -m minigpt generate --offline -m {folder} -n 1"
     no_input = subprocess.run(f"{command} - <&-", shell=True, capture_output=True, text=True)
@@ -506,6 +514,7 @@ def test_closed_standard_streams(folder: Path) -> None:
     assert (failed.returncode, failed.stdout) == (1, b"")
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_no_broken_json(endless: list[str]) -> None:
     running = process(*endless, "--json")
     time.sleep(4)

@@ -616,7 +616,7 @@ def test_damaged_weights_fail_wherever_the_nan_is(folder: Path) -> None:
 
 
 def test_one_skipped_check_skips_no_group_of_the_pretrained_tests() -> None:
-    from test_pretrained import judge
+    from judge import judge
 
     good, skipped, bad = (Check("transformers", f"{kind}", kind, "why") for kind in (True, None, False))
     judge([good, good], "transformers")
