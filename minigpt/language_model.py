@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from minigpt.checks import integer, short_repr
 from minigpt.decoding import prompts as given
 from minigpt.decoding.batch import in_order
-from minigpt.decoding.params import Options, SamplingParams
+from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.prompts import Task, Text, is_one_prompt, listed
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
@@ -32,7 +32,7 @@ from minigpt.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from minigpt.decoding.params import Call, OneSample
+    from minigpt.options import Call, OneSample, Options
     from minigpt.scoring import ScoreCall
 
 BATCH_SIZE = 8

@@ -86,7 +86,9 @@ def read(number: int, data: bytes, keys: Sequence[str], use: Callable[[Line, dic
             raise ValueError(f"special must be true or false, not {line.special!r}")
         unknown = next((key for key in values if key not in (*keys, "id", "special")), None)
         if unknown is not None:
-            others = f": a line has {', '.join(keys[:2])}, id and special{', and options of generate' * (len(keys) > 2)}"
+            others = (
+                f": a line has {', '.join(keys[:2])}, id and special{', and options of generate' * (len(keys) > 2)}"
+            )
             raise ValueError(f"unknown key {unknown!r}{did_you_mean(unknown) if len(keys) > 2 else ''}{others}")
         return use(line, {key: values[key] for key in keys if values.get(key) is not None})
     except json.JSONDecodeError as error:

@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> None:
         note(f"the text ends at the context of {lm.config.n_positions} tokens: --overflow slide goes on")
 
 
-def _stream(args: argparse.Namespace, lm: LanguageModel, ids: list[int], params: SamplingParams, before: str) -> Completion:
+def _stream(
+    args: argparse.Namespace, lm: LanguageModel, ids: list[int], params: SamplingParams, before: str
+) -> Completion:
     """Print one completion as it is drawn."""
     started = first = time.perf_counter()
     count = 0
