@@ -309,7 +309,9 @@ def test_an_offset_of_all_logits_widens_no_tolerance() -> None:
         {**entry, "kind": "logit difference", "ids": [1, 2], "values": [float(scores[1] - scores[2]) + 4.0]},
     ]
     assert [check.passed for check in check_published(lm, wrong)] == [False] * 3
-    assert limits.allowed_error(lm, nan, 1.0) == 0.0 and limits.allowed_error(lm, logits - 100, 1.0) == pytest.approx(3.4, 0.02)
+    assert limits.allowed_error(lm, nan, 1.0) == 0.0 and limits.allowed_error(lm, logits - 100, 1.0) == pytest.approx(
+        3.4, 0.02
+    )
     reference.generation_config.eos_token_id = None
     prompts = {"three": [5, 6, 7]}
     checks = list(against.compare(lm, reference, prompts))
