@@ -13,7 +13,7 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "minigpt"
 FLOORS = (  # a module may import those of its own floor and of the floors before it
-    ("errors", "checks"),
+    ("errors", "checks", "options"),
     ("network",),
     ("files",),
     ("text",),

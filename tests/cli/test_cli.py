@@ -496,7 +496,7 @@ def test_text_for_a_model_without_a_tokenizer_says_what_to_do(
 ) -> None:
     minigpt.save(GPT2(GPT2Config(vocab_size=10, n_embd=4, n_head=1, n_layer=1, n_positions=8)), tmp_path / "m")
     assert main([*GENERATE, "text", "-m", str(tmp_path / "m")]) == 1
-    assert "give token ids (on the command line with --ids)" in capsys.readouterr().err
+    assert "give token ids (with --ids)" in capsys.readouterr().err
     assert main([*GENERATE, "--ids", "1 2", "-n", "3", "-m", str(tmp_path / "m")]) == 0
     assert len(capsys.readouterr().out.split()) == 3
 
