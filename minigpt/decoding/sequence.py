@@ -91,7 +91,9 @@ def encode(lm: LanguageModel, prompt: Prompt) -> list[int]:
     size = lm.config.vocab_size
     if isinstance(prompt, str):
         if lm.tokenizer is None:
-            raise lm.problem or TokenizerError("this model has no tokenizer: give token ids (on the command line with --ids)")
+            raise lm.problem or TokenizerError(
+                "this model has no tokenizer: give token ids (on the command line with --ids)"
+            )
         ids = lm.tokenizer.encode(prompt)
     elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
         if any(isinstance(item, bool) or not isinstance(item, numbers.Integral) for item in prompt):
