@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from minigpt.checks import integer, short_repr
 from minigpt.decoding import prompts as given
 from minigpt.decoding.batch import in_order
-from minigpt.decoding.params import Options, SamplingParams
+from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.prompts import Task, Text, is_one_prompt, listed
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
@@ -25,13 +26,13 @@ from minigpt.interpret import heads
 from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2, undisturbed
 from minigpt.network.products import forget
-from minigpt.scoring import Score, scorable, score_texts
+from minigpt.scoring import Score, score_texts
 from minigpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from minigpt.decoding.params import Call, OneSample
+    from minigpt.options import Call, OneSample, Options
     from minigpt.scoring import ScoreCall
 
 BATCH_SIZE = 8
@@ -89,7 +90,7 @@ class LanguageModel:
         if isinstance(self._tokenizer, Tokenizer):
             return self._tokenizer
         raise self._tokenizer or TokenizerError(
-            "this model has no tokenizer: give token ids (on the command line with --ids)"
+            "this model has no tokenizer: give token ids (on a command line: --ids)"
         )
 
     @property
@@ -111,9 +112,9 @@ class LanguageModel:
         """
         ids = self.tokenizer.encode(text, special=special) if isinstance(text, str) else given.as_ids(text)
         size = self.limits.vocab_size
-        for id in ids:
-            if not 0 <= id < size:
-                raise PromptError(f"token id {short_repr(id)} is outside the vocabulary (0 to {size - 1})")
+        wrong = next((id for id in ids if not 0 <= id < size), None)
+        if wrong is not None:
+            raise PromptError(f"token id {short_repr(wrong)} is outside the vocabulary (0 to {size - 1})")
         return ids
 
     @overload
@@ -158,7 +159,7 @@ class LanguageModel:
         """
         slots, lm, prompts = integer("batch_size", batch_size, 1, 4096), self.without(ablate), listed(prompts)
         pairs: Iterable[tuple[Prompt, SamplingParams]]
-        pairs = given.checked(prompts, params, overrides, lambda text: lm.encode(text, special=special), lm.limits)
+        pairs = given.checked(prompts, params, overrides, partial(lm.encode, special=special), lm.limits)
         if isinstance(prompts, SequenceOf):
             pairs = list(pairs)
             slots = max(1, min(slots, sum(one.samples for _, one in pairs)))
@@ -213,7 +214,7 @@ class LanguageModel:
         """
         base, slots = given.final(params, overrides), integer("batch_size", batch_size, 1, 4096)
         tasks = (given.as_task(one, base) for one in prompts)
-        rows = given.sequences(tasks, lambda text: self.encode(text, special=special), self.limits)
+        rows = given.sequences(tasks, partial(self.encode, special=special), self.limits)
         return Streams(self.model, rows, slots)
 
     @overload
@@ -241,24 +242,12 @@ class LanguageModel:
         logprobs: also the k best tokens in each place (Score.top).
         Raises PromptError for a text longer than the context if no stride is given.
         """
-        k = None if logprobs is None else integer("logprobs", logprobs, 0)
-        stride = None if stride is None else integer("stride", stride, 1, self.limits.n_positions)
-        if context is not None and (bos or stride is not None):
-            raise ValueError("context goes with neither bos nor stride")
         text, lm = listed(text), self.without(ablate)
         single = is_one_prompt(text) or not len(text)
-        texts = [text] if single else text
-        contexts = [context] if single else [None] * len(texts) if context is None else context
-        if isinstance(contexts, str) or len(contexts) != len(texts):
-            raise ValueError(f"context must be a list with one for each of the {len(texts)} texts")
-
-        def encode(text: Text) -> list[int]:
-            return self.encode(text, special=special)
-
-        pairs = zip(texts, contexts, strict=True)
-        split = [scorable(one, before, bos, stride, encode, self.limits) for one, before in pairs]
+        texts, contexts = ([text], None if context is None else [context]) if single else (text, context)
         with undisturbed(lm.model):
-            scores = score_texts(lm.model, split, stride, k, lm.limits.undecodable_ids, lm.limits.tokenizer)
+            encode = partial(lm.encode, special=special)
+            scores = score_texts(lm.model, lm.limits, encode, texts, contexts, bos, stride, logprobs)
         return scores[0] if single else scores
 
     def attention(self, text: Text, *, special: bool = False, ablate: Iterable[str] = ()) -> Tensor:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-from minigpt.decoding.params import SamplingParams, did_you_mean
+from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
+from minigpt.options import did_you_mean
 
 Source = str | BinaryIO  # a file's name, or a file that can be read again, such as a copy of standard input
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # how a file of this kind begins

@@ -10,6 +10,7 @@ from typing import TypedDict
 
 import torch
 
+from minigpt.checks import integer
 from minigpt.decoding.prompts import Encode, Text
 from minigpt.decoding.sampling import best_log_probabilities
 from minigpt.decoding.sequence import Limits
@@ -49,7 +50,7 @@ class Score:
 class ScoreCall(TypedDict, total=False):
     """What LanguageModel.score takes by name; its docstring says what each means."""
 
-    context: Text | Iterable[Text] | None
+    context: Text | Iterable[Text | None] | None
     bos: bool
     stride: int | None
     logprobs: int | None
@@ -136,31 +137,71 @@ def _score(model: GPT2, rows: list[Window], k: int, unlisted: Sequence[int]) -> 
 
 def score_texts(
     model: GPT2,
-    texts: Sequence[tuple[Sequence[int], int]],
-    stride: int | None = None,
-    k: int | None = None,
-    unlisted: Sequence[int] = (),
-    tokenizer: Tokenizer | None = None,
+    limits: Limits,
+    encode: Encode,
+    texts: Sequence[Text],
+    contexts: Sequence[Text | None] | None,
+    bos: bool,
+    stride: int | None,
+    k: int | None,
 ) -> list[Score]:
-    """A Score for each text, (ids, index of the first one to score). Texts share batches, the longest ones first.
-
-    stride: windows of n_positions tokens that move on by this many; None: one window a text.
-    k, unlisted: as in score_windows.       tokenizer: for the bits per byte.
-    """
-    size, owners = model.config.n_positions, deque[int]()
+    """A Score for each text; they share batches, the longest ones first. See LanguageModel.score."""
+    k = None if k is None else integer("logprobs", k, 0)
+    stride = None if stride is None else integer("stride", stride, 1, limits.n_positions)
+    if contexts is None:
+        split = [_alone(text, bos, stride, encode, limits) for text in texts]
+    elif bos or stride is not None:
+        raise ValueError("context goes with neither bos nor stride")
+    elif isinstance(contexts, str) or len(contexts) != len(texts):
+        raise ValueError(f"context must be a list with one for each of the {len(texts)} texts")
+    else:
+        split = [_after(one, text, encode, limits) for one, text in zip(contexts, texts, strict=True)]
+    owners = deque[int]()
 
     def windows() -> Iterator[Window]:
-        for at in sorted(range(len(texts)), key=lambda at: -len(texts[at][0])):
-            ids, first = texts[at]
-            for window in [Window(ids, first)] if stride is None else sliding(ids, size, stride):
+        for at in sorted(range(len(split)), key=lambda at: -len(split[at].ids)):
+            for window in [split[at]] if stride is None else sliding(split[at].ids, limits.n_positions, stride):
                 owners.append(at)
                 yield window
 
     found: list[list[Scored]] = [[] for _ in texts]
-    for scored in score_windows(model, windows(), k or 0, unlisted):
+    for scored in score_windows(model, windows(), k or 0, limits.undecodable_ids):
         found[owners.popleft()].append(scored)
-    overlap = stride is not None and stride < size
-    return [_summed(list(ids), parts, overlap, k, tokenizer) for (ids, _), parts in zip(texts, found, strict=True)]
+    overlap = stride is not None and stride < limits.n_positions
+    pairs = zip(split, found, strict=True)
+    return [_summed(list(window.ids), parts, overlap, k, limits.tokenizer) for window, parts in pairs]
+
+
+def _alone(text: Text, bos: bool, stride: int | None, encode: Encode, limits: Limits) -> Window:
+    """A text without a context. Raises PromptError for one that is too long."""
+    ids = [*(_beginning(limits) if bos else []), *encode(text)]
+    if len(ids) > limits.n_positions and stride is None:
+        raise PromptError(
+            f"the text has {len(ids)} tokens, but the model's context is {limits.n_positions}: give a stride"
+        )
+    return Window(ids, 1)
+
+
+def _after(context: Text | None, text: Text, encode: Encode, limits: Limits) -> Window:
+    """A text after its context, which is cut on the left. Raises PromptError for a text that is too long."""
+    if context is None:
+        return _alone(text, False, None, encode, limits)
+    if isinstance(context, str) and isinstance(text, str):
+        # As the lm-evaluation-harness does (TemplateLM._encode_pair): white space between them belongs to the text.
+        before = encode(context.rstrip())
+        after = encode(context + text)[len(before) :]
+    else:
+        before, after = encode(context), encode(text)
+    if len(after) > limits.n_positions:
+        raise PromptError(f"the text has {len(after)} tokens, but the model's context is {limits.n_positions}")
+    before = (before or _beginning(limits))[-(limits.n_positions + 1 - len(after)) :]  # the last token is never fed
+    return Window([*before, *after], len(before))
+
+
+def _beginning(limits: Limits) -> list[int]:
+    if limits.bos_id is None:
+        raise PromptError("the model has no beginning-of-text token, so the text must not be empty")
+    return [limits.bos_id]
 
 
 def _summed(ids: list[int], parts: list[Scored], overlap: bool, k: int | None, tokenizer: Tokenizer | None) -> Score:
@@ -182,34 +223,6 @@ def _summed(ids: list[int], parts: list[Scored], overlap: bool, k: int | None, t
         bits_per_byte=-total / math.log(2) / n_bytes if n_bytes else None,
         top=None if k is None else [best for part in parts for best in part.top],
     )
-
-
-def scorable(
-    text: Text, context: Text | None, bos: bool, stride: int | None, encode: Encode, limits: Limits
-) -> tuple[list[int], int]:
-    """The ids to feed, and the index of the first one to score. Raises PromptError for a text that is too long."""
-    size = limits.n_positions
-    if context is None:
-        ids = [*(_beginning(limits) if bos else []), *encode(text)]
-        if len(ids) > size and stride is None:
-            raise PromptError(f"the text has {len(ids)} tokens, but the model's context is {size}: give a stride")
-        return ids, 1
-    if isinstance(context, str) and isinstance(text, str):
-        # As the lm-evaluation-harness does (TemplateLM._encode_pair): white space between them belongs to the text.
-        before = encode(context.rstrip())
-        after = encode(context + text)[len(before) :]
-    else:
-        before, after = encode(context), encode(text)
-    if len(after) > size:
-        raise PromptError(f"the text has {len(after)} tokens, but the model's context is {size}")
-    before = (before or _beginning(limits))[-(size + 1 - len(after)) :]  # the last token is never fed
-    return [*before, *after], len(before)
-
-
-def _beginning(limits: Limits) -> list[int]:
-    if limits.bos_id is None:
-        raise PromptError("the model has no beginning-of-text token, so the text must not be empty")
-    return [limits.bos_id]
 
 
 def log_probabilities(model: GPT2, ids: Sequence[int]) -> list[float]:

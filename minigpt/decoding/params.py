@@ -1,52 +1,20 @@
-"""How to decode: SamplingParams, its options by name, and the seed of whoever gives none. No torch here."""
+"""How to decode: SamplingParams, and a seed for whoever gives none. No torch here."""
 
 from __future__ import annotations
 
-import difflib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from minigpt.checks import integer, number, short_repr, without_surrogates
+from minigpt.options import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-class OneSample(TypedDict, total=False):
-    """The options of one sample by name, as wide as they are accepted; None means "not given"."""
-
-    max_new_tokens: int | None
-    min_new_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    no_repeat_ngram_size: int | None
-    logit_bias: Mapping[int, float] | Mapping[str, float] | None
-    suppress_tokens: Iterable[int] | None
-    stop: str | Iterable[str] | None
-    stop_ids: Iterable[int] | Literal["model"] | None
-    seed: int | None
-    logprobs: int | None
-    overflow: str | None
-    max_seconds: float | None
-
-
-class Options(OneSample, total=False):
-    """Every option by name."""
-
-    samples: int | None
-
-
-class Call(OneSample, total=False):
-    """What `generate` takes by name for one sample."""
-
-    special: bool
-    ablate: Iterable[str]
+    from minigpt.options import Options
 
 
 @dataclass(frozen=True, init=False)
@@ -96,7 +64,7 @@ class SamplingParams:
     def __init__(self, **options: Unpack[Options]) -> None:
         self._fill({each.name: {} if each.default is MISSING else each.default for each in fields(self)}, options)
 
-    def over(self, options: OneSample) -> SamplingParams:
+    def over(self, options: Mapping[str, object]) -> SamplingParams:
         """These params with the given options in their place. Raises as the constructor does."""
         new = object.__new__(SamplingParams)
         new._fill(vars(self), options)
@@ -122,30 +90,7 @@ def fresh_seed() -> int:
     return secrets.randbits(32)
 
 
-# Names that other libraries have for these options; difflib finds slips.
-_ELSEWHERE = {
-    "max_new_tokens": "max_tokens max_length max_completion_tokens num_predict",
-    "min_new_tokens": "min_tokens min_length",
-    "temperature": "do_sample temp",
-    "repetition_penalty": "repeat_penalty frequency_penalty presence_penalty",
-    "stop": "stop_strings stop_sequences",
-    "stop_ids": "eos_token_id stop_token_ids",
-    "seed": "random_seed manual_seed",
-    "samples": "n num_return_sequences best_of num_samples",
-    "logprobs": "top_logprobs n_probs",
-    "max_seconds": "max_time timeout",
-}
-
-
-def did_you_mean(name: str) -> str:
-    """ ": did you mean max_new_tokens?" for an option of another library or a slip, else ""."""
-    known = {each.name: each.name for each in fields(SamplingParams)}
-    known |= {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.split()}
-    close = [name] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f": did you mean {known[close[0]]}?" if close else ""
-
-
-def _penalty(name: str, value: Any) -> float:
+def _above_zero(name: str, value: Any) -> float:
     if number(name, value) <= 0:
         raise ValueError(f"{name} must be above 0, not {short_repr(value)}")
     return float(value)
@@ -190,7 +135,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("top_p", "min_p"), _SHARE),
     "temperature": partial(number, low=0),
     "max_seconds": partial(number, low=0),
-    "repetition_penalty": _penalty,
+    "repetition_penalty": _above_zero,
     "logit_bias": _bias,
     "suppress_tokens": _ids,
     "stop": _texts,

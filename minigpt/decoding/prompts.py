@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 from typing import Any
 
 from torch import Tensor
 
-from minigpt.decoding.params import OneSample, SamplingParams
+from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Failure, Limits, Prompt, Sequence
 from minigpt.errors import MiniGPTError, PromptError, TokenizerError
 
@@ -56,7 +56,7 @@ def _check_is_list(prompt: Any) -> None:
         raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
 
 
-def final(params: SamplingParams | None, overrides: OneSample) -> SamplingParams:
+def final(params: SamplingParams | None, overrides: Mapping[str, object]) -> SamplingParams:
     """The params with the overrides in place. Warns of options that have no effect."""
     params = (params or SamplingParams()).over(overrides)
     if unused := params.without_effect():
@@ -66,7 +66,7 @@ def final(params: SamplingParams | None, overrides: OneSample) -> SamplingParams
 
 
 def checked(
-    prompts: Any, params: Any, overrides: OneSample, encode: Encode, limits: Limits
+    prompts: Any, params: Any, overrides: Mapping[str, object], encode: Encode, limits: Limits
 ) -> Iterator[tuple[Prompt, SamplingParams]]:
     """Each prompt with its params. Raises now for bad params, and in its turn, with its index, for a bad prompt."""
     if isinstance(prompts, str):

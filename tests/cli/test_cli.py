@@ -68,7 +68,9 @@ def test_stdout_is_the_text_and_a_newline_and_stderr_is_empty(run: Any, folder: 
     assert run(*GENERATE, "Hello there", "-n", "0") == (0, "\n", "")
 
 
-@pytest.mark.parametrize("args", [[""], ["-"], ["--ids", ""], ["", "--json"], ["", "--samples", "2"]])
+@pytest.mark.parametrize(
+    "args", [[""], ["-"], ["--ids", ""], ["", "--json"], ["", "--samples", "2", "--temperature", "1"]]
+)
 def test_an_empty_prompt_starts_a_text(run: Any, args: list[str]) -> None:
     code, out, err = run(*GENERATE, *args, "-n", "2")
     assert (code, err) == (0, "") and out
@@ -82,7 +84,9 @@ def test_samples_are_separated_by_a_line_of_dashes(run: Any, folder: Path) -> No
 
 
 def test_json_holds_the_whole_record(run: Any, folder: Path) -> None:
-    code, out, err = run(*GENERATE, "Caf\u00e9", "-n", "4", "--json", "--logprobs", "2", "--samples", "2")
+    code, out, err = run(
+        *GENERATE, "Caf\u00e9", "-n", "4", "--json", "--logprobs", "2", "--samples", "2", "--temperature", "1"
+    )
     records = [json.loads(line) for line in out.splitlines()]
     assert (code, err, len(records)) == (0, "", 2)
     keys = ["id", "sample", "prompt", "prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs", "model"]
@@ -209,6 +213,7 @@ def test_a_prompt_that_is_not_utf8_names_the_offset(run: Any, tmp_path: Path) ->
     assert (code, err) == (1, "minigpt: error: standard input is not UTF-8: byte 0xff at offset 0\n")
 
 
+@pytest.mark.slow
 def test_text_is_utf8_whatever_the_locale(folder: Path, tmp_path: Path) -> None:
     """In the C locale Python reads an argument as ASCII, and leaves every other byte as a lone surrogate."""
     (tmp_path / "prompt.txt").write_bytes("café 日".encode())
@@ -379,6 +384,7 @@ def test_a_signal_keeps_the_text_and_ends_the_line(endless: list[str], number: i
     assert err == b""
 
 
+@pytest.mark.slow
 def test_a_signal_while_loading_is_quiet(endless: list[str]) -> None:
     for delay in (0.05, 0.4, 1.0):
         running = process(*endless)
@@ -388,6 +394,7 @@ def test_a_signal_while_loading_is_quiet(endless: list[str]) -> None:
         assert running.returncode in (143, -signal.SIGTERM) and err == b""  # -SIGTERM: before main began
 
 
+@pytest.mark.slow
 def test_two_signals_in_a_row_are_quiet(endless: list[str]) -> None:
     """The second arrives while Python shuts down, or before main has begun."""
     for delay in (0.0, 0.02, 0.1, 2.0):
@@ -410,6 +417,7 @@ def test_a_closed_pipe_is_quiet(endless: list[str]) -> None:
     assert running.stderr.read() == b""
 
 
+@pytest.mark.slow
 def test_nobody_reading_stderr_loses_no_work(folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -419,6 +427,7 @@ def test_nobody_reading_stderr_loses_no_work(folder: Path) -> None:
     assert (running.communicate(timeout=60)[0].decode(), running.returncode) == (expected + "\n", 0)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_line(endless: list[str]) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
@@ -429,6 +438,7 @@ def test_a_full_disk_is_one_clear_line(endless: list[str]) -> None:
     assert err.decode() == "minigpt: error: output: No space left on device\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
 def test_output_that_the_terminal_cannot_show_never_crashes(folder: Path, encoding: str) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
@@ -466,11 +476,12 @@ def test_text_for_a_model_without_a_tokenizer_says_what_to_do(
 ) -> None:
     minigpt.save(GPT2(GPT2Config(vocab_size=10, n_embd=4, n_head=1, n_layer=1, n_positions=8)), tmp_path / "m")
     assert main([*GENERATE, "text", "-m", str(tmp_path / "m")]) == 1
-    assert "give token ids (on the command line with --ids)" in capsys.readouterr().err
+    assert "give token ids (with --ids)" in capsys.readouterr().err
     assert main([*GENERATE, "--ids", "1 2", "-n", "3", "-m", str(tmp_path / "m")]) == 0
     assert len(capsys.readouterr().out.split()) == 3
 
 
+@pytest.mark.slow
 def test_closed_standard_streams(folder: Path) -> None:
     command = f"{sys.executable} -m minigpt generate --offline -m {folder} -n 1"
     no_input = subprocess.run(f"{command} - <&-", shell=True, capture_output=True, text=True)
@@ -483,6 +494,7 @@ def test_closed_standard_streams(folder: Path) -> None:
     assert (failed.returncode, failed.stdout) == (1, b"")
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_no_broken_json(endless: list[str]) -> None:
     running = process(*endless, "--json")
     time.sleep(4)

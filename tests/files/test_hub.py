@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer
+from hub_server import HubServer, environment
 
 from minigpt.errors import ModelNotFoundError
 from minigpt.files import locate as locate_module
@@ -79,11 +79,6 @@ def command(name: str, **options: object) -> list[str]:
     return [sys.executable, "-c", SCRIPT, name, json.dumps(options)]
 
 
-def environment(url: str, home: Path, **extra: str) -> dict[str, str]:
-    keep = {key: os.environ[key] for key in ("PATH", "SYSTEMROOT") if key in os.environ}
-    return {**keep, "PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_ENDPOINT": url, **extra}
-
-
 def find(url: str, home: Path, name: str = REPO, env: dict[str, str] | None = None, **options: object) -> str:
     """What `locate` gives, or the error's type and text. Nothing else may be printed, and never the token."""
     run = subprocess.run(command(name, **options), env=environment(url, home, **(env or {})), cwd=home.parent,
@@ -116,6 +111,7 @@ def test_offline_makes_no_request(hub: HubServer, home: Path) -> None:
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_a_silent_network_costs_one_request_and_then_the_cache(hub: HubServer, home: Path) -> None:
     folder = find(hub.url, home)
     assert 1 <= hub._TIMEOUT <= 5
@@ -131,6 +127,7 @@ def test_a_silent_network_costs_one_request_and_then_the_cache(hub: HubServer, h
     assert "could not be fetched from the hub (ReadTimeout)" in cold and "demo" in cold and "hf download" in cold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [None, 500, 503, 429])
 def test_a_hub_that_is_down(hub: HubServer, home: Path, status: int | None) -> None:
     folder = find(hub.url, home)
@@ -140,6 +137,7 @@ def test_a_hub_that_is_down(hub: HubServer, home: Path, status: int | None) -> N
     assert f"hub ({f'HTTP {status}' if status else 'ConnectError'})" in cold and "hf download" in cold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "guess"),
     [("gpt2-smal", "'gpt2'"), ("gpt2-lrge", "'gpt2-large'"), ("me/distilgpt-2", "'distilgpt2'"), ("nobody/no", None)],
@@ -154,6 +152,7 @@ def test_an_unknown_name_is_repeated_and_known_ones_are_listed(
     assert "(HF_TOKEN) is expired" in find(hub.url, home, name, env={"HF_TOKEN": TOKEN})
 
 
+@pytest.mark.slow
 def test_a_stale_token_is_named_and_does_not_matter_once_cached(hub: HubServer, home: Path) -> None:
     hub.good_token = "hf_another"
     assert "(HF_TOKEN) is expired" in find(hub.url, home, env={"HF_TOKEN": TOKEN})
@@ -161,6 +160,7 @@ def test_a_stale_token_is_named_and_does_not_matter_once_cached(hub: HubServer, 
     assert find(hub.url, home, env={"HF_TOKEN": TOKEN}) == folder
 
 
+@pytest.mark.slow
 def test_odd_tokens(hub: HubServer, home: Path) -> None:
     folder = find(hub.url, home, env={"HF_TOKEN": ""})
     assert all("Authorization" not in {key.title() for key in headers} for _, _, headers in hub.requests)
@@ -176,6 +176,7 @@ def test_gated(hub: HubServer, home: Path) -> None:
     assert f"{REPO} is gated: ask for access at https://huggingface.co/{REPO}" in find(hub.url, home)
 
 
+@pytest.mark.slow
 def test_revisions(hub: HubServer, home: Path) -> None:
     first = hub.branches[REPO]["main"]
     old = find(hub.url, home)
@@ -205,6 +206,7 @@ def test_a_branch_that_moves_meanwhile_does_not_mix_commits(hub: HubServer, home
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == NEEDED
 
 
+@pytest.mark.slow
 def test_a_broken_connection_is_resumed(hub: HubServer, home: Path) -> None:
     weights = WEIGHTS * 12  # the client writes, and resumes at, 10 MiB at a time
     hub.add(REPO, {**FILES, "model.safetensors": weights})
@@ -214,6 +216,7 @@ def test_a_broken_connection_is_resumed(hub: HubServer, home: Path) -> None:
     assert ranges == [None, f"bytes={10 << 20}-"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [False, True])
 def test_a_killed_download_does_not_count_as_a_model_and_is_repaired(hub: HubServer, home: Path, update: bool) -> None:
     old = find(hub.url, home) if update else None
@@ -236,6 +239,7 @@ IMPATIENT = {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}
 LEFT_OVER = "*.*.incomplete"  # a name that no other process goes on with; older clients go on with HASH.incomplete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -259,6 +263,7 @@ def test_a_hub_that_fails_is_one_sentence_and_leaves_nothing(
     assert Path(find(hub.url, home), "model.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.slow
 def test_a_slow_hub_and_one_that_breaks_off_again_and_again(hub: HubServer, home: Path) -> None:
     hub.cut, hub.cuts, hub.pause = 1000, 2, 0.2
     assert Path(find(hub.url, home, env=IMPATIENT), "model.safetensors").read_bytes() == WEIGHTS
@@ -288,6 +293,7 @@ def test_a_renamed_repository_and_the_token_stays_with_the_hub(hub: HubServer, h
     assert f"Bearer {TOKEN}" in tokens[False] and tokens[True] == {None}  # large files lie on another host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", ["full", "limited"])
 def test_a_disk_that_fills_up(hub: HubServer, home: Path, disk: str) -> None:
     first = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
@@ -308,6 +314,7 @@ def test_a_disk_that_fills_up(hub: HubServer, home: Path, disk: str) -> None:
     assert Path(find(hub.url, home), "model.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_a_model_at_once(hub: HubServer, home: Path) -> None:
     hub.pause = 0.1
     both = [subprocess.Popen(command(REPO), env=environment(hub.url, home), cwd=home.parent, stdout=subprocess.PIPE,
@@ -320,6 +327,7 @@ def test_two_processes_fetch_a_model_at_once(hub: HubServer, home: Path) -> None
     assert not list(home.rglob(LEFT_OVER))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_downloading_leaves_nothing(hub: HubServer, home: Path, number: int, code: int) -> None:
     hub.cut = len(WEIGHTS) // 2
@@ -332,6 +340,7 @@ def test_a_signal_while_downloading_leaves_nothing(hub: HubServer, home: Path, n
     assert list(home.rglob("blobs/*")) and not list(home.rglob(LEFT_OVER))
 
 
+@pytest.mark.slow
 def test_shards(hub: HubServer, home: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     shards = {name: WEIGHTS for name in index["weight_map"].values()}
@@ -360,6 +369,7 @@ def test_a_repository_without_a_model(hub: HubServer, home: Path, missing: str, 
     assert hub.asked() == set()
 
 
+@pytest.mark.slow
 def test_a_read_only_cache(hub: HubServer) -> None:
     # Root may write anywhere, so the process becomes somebody else, once a call of `locate` has imported what it needs.
     first = "import os; hub.locate(sys.argv[1]); os.geteuid() or os.setuid(65534)"
@@ -399,6 +409,7 @@ def test_a_cache_filled_under_the_short_name(hub: HubServer, home: Path) -> None
     assert "models--gpt2/" in find(hub.url, home, "gpt2", offline=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("progress", [False, True])
 def test_progress_bars_on_a_terminal(hub: HubServer, home: Path, progress: bool) -> None:
     terminal, end = pty.openpty()

@@ -171,6 +171,7 @@ def test_nan_in_the_weights_is_every_lines_own_error(tmp_path: Path) -> None:
     assert all("NaN or infinity" in record["error"] and "wte.weight" in record["error"] for record in got)
 
 
+@pytest.mark.slow
 def test_a_line_of_ten_megabytes(job: Any) -> None:
     started = time.perf_counter()
     code, records, _ = job([{"prompt": "word " * 2_000_000}, {"prompt": "a" * 10_000_000}, {"prompt": "b"}], "-n", "1")
@@ -384,6 +385,7 @@ def child(work: Callable[[], int]) -> int:
         os._exit(99)
 
 
+@pytest.mark.slow
 def test_a_job_killed_at_twenty_random_moments_loses_and_repeats_nothing(folder: Path, tmp_path: Path) -> None:
     source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
@@ -434,6 +436,7 @@ def test_a_signal_ends_the_job_with_whole_lines(folder: Path, tmp_path: Path, nu
 # Full disks
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_line_and_the_job_can_go_on(folder: Path, tmp_path: Path) -> None:
     """RLIMIT_FSIZE stands in for the disk: a write that reaches it is cut short, and the next one fails."""
     source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"

@@ -18,17 +18,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICES
+from drawn import assert_same, theirs
 from tiny import from_hf, hf_model
 from transformers import GPT2LMHeadModel
 
 import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, SamplingParams, Tokenizer, TokenizerError
 from minigpt.decoding.batch import Batch
-from minigpt.decoding.sampling import process
 from minigpt.files.checkpoint import load_model
 from minigpt.network.device import find_device, find_dtype
-
-MARGIN = 1e-4  # below this relative gap between the two best candidates, rounding may decide
 
 
 @pytest.fixture(scope="module")
@@ -69,60 +67,6 @@ class Scripted(GPT2):
 def scripted(ids: list[int], **options: Any) -> LanguageModel:
     """The model above with GPT-2's tokenizer: a one-token prompt is followed by exactly `ids`."""
     return LanguageModel(Scripted(ids, **options), Tokenizer.gpt2())
-
-
-def theirs(model: GPT2LMHeadModel, ids: list[int], params: SamplingParams) -> list[int]:
-    """What transformers draws for the same parameters."""
-    options: dict[str, Any] = {
-        "max_new_tokens": params.max_new_tokens,
-        "min_new_tokens": params.min_new_tokens or None,
-        "do_sample": params.temperature > 0,
-        "repetition_penalty": params.repetition_penalty,
-        "no_repeat_ngram_size": params.no_repeat_ngram_size,
-        "suppress_tokens": list(params.suppress_tokens) or None,
-        "sequence_bias": {(id,): float(bias) for id, bias in params.logit_bias.items()} or None,
-        "pad_token_id": 0,
-    }
-    if params.temperature > 0:
-        options |= {
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p or None,
-        }
-        torch.manual_seed(params.seed or 0)
-    inputs = torch.tensor([ids], device=model.device)
-    out = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
-    return list(out[0, len(ids) :].tolist())
-
-
-def gap(lm: LanguageModel, history: list[int], n_new: int, params: SamplingParams) -> float:
-    """How close the two best candidates of one step are, relatively: of the logits, or of the race P/q."""
-    with torch.no_grad():
-        logits = lm.model(torch.tensor([history], device=lm.device))[0, -1]
-    scores = process(logits, history, n_new, params, lm.end_ids)
-    if params.temperature > 0:
-        generator = torch.Generator(lm.device).manual_seed(params.seed or 0)
-        for _ in range(n_new + 1):
-            q = torch.empty_like(scores).exponential_(1, generator=generator)
-        scores = scores.softmax(-1) / q
-    best, second = scores.topk(2).values.tolist()
-    return float((best - second) / max(abs(best), 1e-30))
-
-
-def assert_same(
-    lm: LanguageModel, prompt: list[int], ours: list[int], expected: list[int], params: SamplingParams
-) -> int:
-    """The ids are equal up to a tie, if any. Returns 1 where a tie decided, and prints it."""
-    if ours == expected:
-        return 0
-    at = next(i for i, (a, b) in enumerate(itertools.zip_longest(ours, expected)) if a != b)
-    margin = gap(lm, prompt + ours[:at], at, params)
-    assert margin < MARGIN, (
-        f"token {at}: {ours[at : at + 3]} but transformers draws {expected[at : at + 3]}, gap {margin}"
-    )
-    print(f"tie at token {at}: relative gap {margin:.1e}, {params}")
-    return 1
 
 
 # Parity with transformers
@@ -207,6 +151,7 @@ def official_layout(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT2LMHea
     return reference, folder
 
 
+@pytest.mark.slow
 def test_the_official_layout_decodes_as_transformers_does(official_layout: tuple[GPT2LMHeadModel, Path]) -> None:
     reference, folder = official_layout
     lm = minigpt.load(folder, device="cpu")
@@ -431,11 +376,12 @@ def test_each_token_is_computed_once_and_memory_is_what_the_cache_needs(
     monkeypatch.setattr(GPT2, "head", count_head)
     lm.generate([[5] * 50, [7] * 20], max_new_tokens=30, stop_ids=())
     assert sum(computed) == 3 * (50 + 20 + 2 * 29)  # in 3 blocks; the last drawn token is never fed
-    assert sum(projected) == 2 * 30
+    assert projected == [1, 1]  # of each prompt the last position alone; steps have nothing else
     [(_, size)] = caches
     assert size == 4 * 3 * 2 * 79 * 24  # float32, layers, rows, tokens, width
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_from_one_call_to_the_next() -> None:
     lm = LanguageModel(from_hf(hf_model()).requires_grad_(True))
 
@@ -812,6 +758,7 @@ def test_a_dtype_that_the_device_lacks_names_the_ones_it_has() -> None:
         minigpt.load("demo", device="cpu", dtype="bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision", "set_float32_matmul_precision", "none"])
 def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None:
     """In a process of its own: newer PyTorch lets a program use only one of these settings."""
@@ -832,6 +779,7 @@ def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None
     assert bool(run.stdout) == (setting != "none")
 
 
+@pytest.mark.slow
 def test_loading_stays_clear_of_torch_dynamo(tmp_path: Path) -> None:
     """Initialising on the meta device imports it, which takes longer than the rest of loading."""
     from_hf_model = hf_model()

@@ -73,29 +73,6 @@ texts = st.lists(st.sampled_from(CHUNKS) | st.text(characters, max_size=8), max_
 
 
 @pytest.fixture(scope="module")
-def gpt2() -> Tokenizer:
-    return Tokenizer.gpt2()
-
-
-@pytest.fixture(scope="module")
-def official(tmp_path_factory: pytest.TempPathFactory, gpt2: Tokenizer) -> Path:
-    """OpenAI's vocab.json and merges.txt, rebuilt from the vocabulary in the package."""
-    folder = tmp_path_factory.mktemp("official")
-    spelling = {byte: char for char, byte in vocabulary._ALPHABET.items()}
-    spell = lambda token: "".join(spelling[byte] for byte in token)  # noqa: E731
-    tokens = [gpt2.token_bytes(id) for id in range(50256)]
-    vocab = {spell(token): id for id, token in enumerate(tokens)} | {END: 50256}
-    ranks = {token: rank for rank, token in enumerate(tokens[:256])}
-    merges = ["#version: 0.2"]
-    for token in tokens[256:]:
-        merges.append(" ".join(map(spell, vocabulary._apply(ranks, token))))
-        ranks[token] = len(ranks)
-    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
-    (folder / "merges.txt").write_text("\n".join([*merges, ""]), encoding="utf-8", newline="\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def hugging_face(official: Path) -> Any:
     return pytest.importorskip("transformers").GPT2Tokenizer.from_pretrained(official)
 
@@ -576,6 +553,7 @@ def test_what_is_no_file_does_not_count_as_absent(official: Path, tmp_path: Path
             Tokenizer.from_folder(tmp_path, 50257)
 
 
+@pytest.mark.slow
 def test_half_an_official_file_is_never_used(official: Path, tmp_path: Path) -> None:
     """An interrupted download gave wrong ids, or a panic, in other tools."""
     for name in ("vocab.json", "merges.txt"):
