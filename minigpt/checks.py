@@ -1,4 +1,4 @@
-"""TODO."""
+"""Checks of arguments, each an error that names the argument and the value."""
 
 from __future__ import annotations
 

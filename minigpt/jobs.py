@@ -1,9 +1,10 @@
-"""Many prompts from a file: one JSON object a line in, one record a line out, and a killed job that can go on.
+"""Many prompts or texts from a file: one JSON object a line in, one record a line out, and a job that can go on.
 
-Lines in:   {"prompt": "Once"} or {"ids": [7454]}, with an optional "id" and any field of SamplingParams.
+Lines in:   {"prompt": "Once"} or {"ids": [7454]}, with any of "id", "special" and the fields of SamplingParams.
 Records out, in the order of the lines, one for each completion:
             id, sample, prompt, prompt_ids, text, ids, finish_reason, seed, logprobs, model
 and for what failed: id, line, error (and sample, where the line's other samples did not fail).
+To score:   {"text": " upon a time"} with any of "context", "id" and "special"; the records are those of score_record.
 
 Lines are counted from 1, as editors do; a line without an id has its number as its id, and empty lines are skipped.
 The records depend on the lines and the settings alone, so a job that was killed can be resumed by counting records:
@@ -13,112 +14,21 @@ digits).
 
 from __future__ import annotations
 
-import hashlib
-import json
+import itertools
 import os
-import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from minigpt.decoding.params import SamplingParams
+from minigpt.decoding.params import SamplingParams, fresh_seed
 from minigpt.errors import MiniGPTError
-from minigpt.records import Line, Output, as_record
+from minigpt.lines import Line, Source, name_of, numbered, read, read_lines, survey, unique_ids
+from minigpt.records import Output, as_record, score_figures
 
 if TYPE_CHECKING:
+    from minigpt.decoding.prompts import Task
     from minigpt.language_model import LanguageModel
-
-
-_OPTIONS = [field.name for field in fields(SamplingParams)]
-
-
-def read_lines(path: str, params: SamplingParams, fresh_seed: int) -> Iterator[Line]:
-    """The lines of a file, each with `params` and its own options over them; a bad line comes with its error.
-
-    Line n has its own seed, else params.seed + n (mod 2^64), else, if it samples, fresh_seed + n.
-    Memory: the ids of all lines read so far, to find one that is there twice.
-    Raises MiniGPTError if the file cannot be read.
-    """
-    seen: dict[str | int, int] = {}
-    for number, data in _numbered(path):
-        line = parse(number, data, params, fresh_seed)
-        first = seen.setdefault(line.id, number)
-        if first != number and line.error is None:
-            line = replace(line, error=f"id {line.id!r} is already that of line {first}")
-        yield line
-
-
-def _numbered(path: str) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers. Only \\n ends a line: U+2028 and its like are text."""
-    try:
-        with open(path, "rb") as file:
-            for number, data in enumerate(file, 1):
-                data = data.removeprefix(b"\xef\xbb\xbf") if number == 1 else data
-                if data.strip():
-                    yield number, data
-    except OSError as error:
-        raise MiniGPTError(f"cannot read {path}: {error.strerror}") from None
-
-
-def parse(number: int, data: bytes, params: SamplingParams, fresh_seed: int) -> Line:
-    """One line of the input, see read_lines. Never raises: what is wrong is in the result."""
-    try:
-        return _parse(number, data, params, fresh_seed)
-    except RecursionError:  # of json, or of the repr in a message
-        return Line(number, number, error="not a line that can be read: it is nested too deeply")
-
-
-def _parse(number: int, data: bytes, params: SamplingParams, fresh_seed: int) -> Line:
-    try:
-        values = json.loads(data.decode("utf-8").rstrip(), object_pairs_hook=_unique)
-    except UnicodeDecodeError as error:
-        return Line(number, number, error=f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}")
-    except json.JSONDecodeError as error:
-        return Line(number, number, error=f"not JSON: {error.msg} at column {error.colno}")
-    except ValueError as error:  # _unique's, or a number with more digits than Python reads
-        return Line(number, number, error=str(error))
-    if not isinstance(values, dict):
-        return Line(number, number, error='a line must be a JSON object, such as {"prompt": "Once"}')
-    id = number if values.get("id") is None else values["id"]
-    if isinstance(id, bool) or not isinstance(id, (str, int)):
-        return Line(number, number, error=f"id must be a text or an integer, not {id!r}")
-    try:
-        prompt, params = _prompt_and_params(number, values, params, fresh_seed)
-    except ValueError as error:
-        return Line(number, id, error=str(error))
-    return Line(number, id, prompt, params)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return values
-
-
-def _prompt_and_params(
-    number: int, values: Mapping[str, Any], params: SamplingParams, fresh_seed: int
-) -> tuple[str | list[int], SamplingParams]:
-    """What a line asks for; ValueError for what it may not."""
-    unknown = [name for name in values if name not in ("prompt", "ids", "id", *_OPTIONS)]
-    if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r}: a line has prompt or ids, id, and options of generate")
-    if ("prompt" in values) == ("ids" in values):
-        raise ValueError("give one of prompt (text) and ids (a list of token ids)")
-    prompt = values["prompt"] if "prompt" in values else values["ids"]
-    if not isinstance(prompt, str if "prompt" in values else list):
-        kind = "prompt must be a text" if "prompt" in values else "ids must be a list of token ids"
-        raise ValueError(f"{kind}, not {type(prompt).__name__}")
-    if any(isinstance(item, (list, dict)) for item in prompt):
-        raise ValueError("ids must be a list of token ids, with no list or object inside")
-    own = {name: values[name] for name in _OPTIONS if values.get(name) is not None}
-    base = params.seed
-    params = replace(params, **own)
-    if "seed" not in own and (base is not None or params.temperature > 0):
-        params = replace(params, seed=((fresh_seed if base is None else base) + number) % 2**64)
-    return prompt, params
 
 
 def records(
@@ -126,35 +36,34 @@ def records(
     lines: Iterable[Line],
     *,
     model: str,
-    batch_size: int,
+    batch_size: int = 8,
     special: bool = False,
     on_line: Callable[[Line], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The records of `lines`, in order, as they are done; lines are read as rows become free.
 
-    model: the name to put into the records.    special: read <|endoftext|> in a prompt as the special token.
+    model: the name to put into the records.    special: for lines that do not say: read special tokens in a prompt.
     on_line: called with each line once its records are all given.
     """
-    from minigpt.decoding.sequence import Failure, Task
+    from minigpt.decoding.sequence import Failure
 
     waiting: deque[Line] = deque()
 
-    def tasks() -> Iterator[Task]:
-        for line in lines:
-            waiting.append(line)
-            if line.error is not None:
-                yield Failure(ValueError(line.error))
-                continue
-            prompt, params = line.prompt, line.params
-            if special and lm.tokenizer is not None and isinstance(prompt, str):
-                prompt = lm.tokenizer.encode(prompt, special=True)
-            if line.skip:  # sample j draws with seed + j
-                seed = params.seed if params.temperature == 0 else ((params.seed or 0) + line.skip) % 2**64
-                params = replace(params, samples=params.samples - line.skip, seed=seed)
-            yield prompt, params
+    def task(line: Line) -> Task:
+        waiting.append(line)
+        if line.error is not None:
+            return Failure(ValueError(line.error))
+        params = line.params
+        if line.skip:  # sample j draws with seed + j
+            seed = params.seed if params.temperature == 0 else ((params.seed or 0) + line.skip) % 2**64
+            params = replace(params, samples=params.samples - line.skip, seed=seed)
+        try:
+            return lm.encode(line.prompt, special=special if line.special is None else line.special), params
+        except MiniGPTError as error:
+            return Failure(error)
 
     sample = 0
-    for result in lm.generate_each(tasks(), batch_size=batch_size):
+    for result in lm.generate_each(map(task, lines), batch_size=batch_size):
         if not waiting and isinstance(result, Failure):  # the lines themselves cannot be read on
             raise result.error
         line = waiting[0]
@@ -174,20 +83,50 @@ def records(
             sample = 0
 
 
-def survey(path: str) -> tuple[int, str]:
-    """How many lines a file has, the empty ones not counted, and its SHA-256.
+def score_records(
+    lm: LanguageModel, source: Source, *, model: str, special: bool = False, **options: Any
+) -> Iterator[dict[str, Any]]:
+    """The records of a file of texts to score, in order, in batches; `options` are those of lm.score.
 
-    Raises MiniGPTError if it cannot be read, or has none.
+    model, special: as in `records`.    Raises as read_lines does.
     """
-    digest, count = hashlib.sha256(), 0
-    if os.path.exists(path) and not os.path.isdir(path) and not os.path.isfile(path):
-        raise MiniGPTError(f"{path} is not a file: the input is read more than once, so put it into one")
-    for number, data in _numbered(path):
-        digest.update(b"%d:%b" % (number, data.rstrip(b"\r\n")))
-        count += 1
-    if not count:
-        raise MiniGPTError(f'{path} is empty: it should hold a JSON object a line, such as {{"prompt": "Once"}}')
-    return count, digest.hexdigest()
+    lines = unique_ids(read(number, data, ("text", "context"), _text) for number, data in numbered(source))
+    while chunk := list(itertools.islice(lines, 64)):
+        found = iter(_scores(lm, [line for line in chunk if line.error is None], special, options))
+        for line in chunk:
+            try:
+                if line.error is not None:
+                    raise ValueError(line.error)
+                result = next(found)
+                if isinstance(result, Exception):
+                    raise result
+                texts = {"id": line.id, "text": line.prompt, "context": line.context}
+                yield {**texts, **score_figures(result), "model": model}
+            except ValueError as error:
+                yield {"id": line.id, "line": line.number, "error": str(error)}
+
+
+def _text(line: Line, values: dict[str, Any]) -> Line:
+    for key in ("text", "context"):
+        if not isinstance(values.get(key, ""), str):
+            raise ValueError(f"{key} must be a text, not {type(values[key]).__name__}")
+    if "text" not in values:
+        raise ValueError("a line needs a text")
+    return replace(line, prompt=values["text"], context=values.get("context"))
+
+
+def _scores(lm: LanguageModel, lines: list[Line], special: bool, options: dict[str, Any]) -> list[Any]:
+    """The lines' scores: of all together or, where that fails, of each by itself, or the error in its place."""
+    flags = {special if line.special is None else line.special for line in lines}
+    contexts: Any = [line.context for line in lines] if any(line.context is not None for line in lines) else None
+    texts: list[Any] = [line.prompt for line in lines]
+    try:
+        if len(flags) > 1:
+            raise ValueError("lines of both kinds")
+        scores: list[Any] = lm.score(texts, context=contexts, special=True in flags, **options)
+        return scores
+    except (MiniGPTError, ValueError) as error:
+        return [error] if len(lines) == 1 else [one for line in lines for one in _scores(lm, [line], special, options)]
 
 
 class Job:
@@ -204,27 +143,29 @@ class Job:
     """
 
     def __init__(
-        self, input: str, output: str | None, params: SamplingParams, settings: dict[str, Any], resume: bool
+        self, input: Source, output: str | None, params: SamplingParams, settings: dict[str, Any], resume: bool
     ) -> None:
-        self.input = input
-        self._survey = survey(input)
+        self.input, self._survey, self.tokens = input, survey(input), 0
         self.total, digest = self._survey
         for name in () if output is None else (output, f"{output}.job", f"{output}.job.new"):
-            if os.path.exists(name) and os.path.samefile(input, name):
+            if isinstance(input, str) and os.path.exists(name) and os.path.samefile(input, name):
                 raise ValueError(f"{'the output' if name == output else 'the settings file'} {name} is also the input")
-        options = {**settings, **asdict(params), "fresh_seed": secrets.randbits(32), "input": digest}
+        decoding = {name: value for name, value in asdict(params).items() if name != "max_seconds"}
+        options = {**settings, **decoding, "fresh_seed": fresh_seed(), "input": digest}
         self.output = Output(output, options, resume)
         self.lines = self.output.remaining(read_lines(input, params, options["fresh_seed"]))
-        self.tokens = 0
 
     def check_input(self) -> None:
         """Raise MiniGPTError if the input is no longer what it was at the beginning."""
         if survey(self.input) != self._survey:
-            raise MiniGPTError(f"{self.input} changed while it was read: start again")
+            raise MiniGPTError(f"{name_of(self.input)} changed while it was read: start again")
 
-    def records(self, lm: LanguageModel, *, model: str, batch_size: int, special: bool) -> Iterator[dict[str, Any]]:
-        """Do the rest of the work: each record, once it is in the output. Raises MiniGPTError, see check_input."""
-        for record in records(lm, self.lines, model=model, batch_size=batch_size, special=special, on_line=self._count):
+    def records(self, lm: LanguageModel, **options: Any) -> Iterator[dict[str, Any]]:
+        """Do the rest of the work, with the options of `records`: each record, once it is in the output.
+
+        Raises MiniGPTError, see check_input.
+        """
+        for record in records(lm, self.lines, on_line=self._count, **options):
             self.output.write(record)
             self.tokens += len(record.get("ids", ()))
             yield record

@@ -1,56 +1,53 @@
-"""LanguageModel: a model, its tokenizer, and the decoding loop (prefill, decode, stops, streams, batches).
-
-One loop serves everything: `stream` is a batch of one, `generate` collects it, and `generate_many` keeps a batch of
-rows going, where a row that ends makes room for the next prompt.
-"""
+"""LanguageModel: a GPT-2 and its tokenizer, to generate, stream, score and look inside with; and `save`."""
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from minigpt import scoring
-from minigpt.checks import integer
-from minigpt.decoding.cuda_graph import DecodeStep
+from minigpt.checks import integer, short_repr
+from minigpt.decoding import prompts as given
+from minigpt.decoding.batch import in_order
 from minigpt.decoding.params import SamplingParams
-from minigpt.decoding.sequence import Completion, Failure, Prompt, Request, Row, Step, Task, encode, is_one_prompt
-from minigpt.decoding.step import FlatStep
-from minigpt.errors import MiniGPTError, PromptError, TokenizerError
+from minigpt.decoding.prompts import Task, Text, is_one_prompt, listed
+from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
+from minigpt.decoding.streams import Stream, Streams
+from minigpt.errors import PromptError, TokenizerError
 from minigpt.files.write import write_checkpoint
 from minigpt.interpret import heads
-from minigpt.network.cache import KVCache
 from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2, undisturbed
-from minigpt.scoring import Score
+from minigpt.network.products import forget
+from minigpt.scoring import Score, score_texts
 from minigpt.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from minigpt.options import Call, OneSample, Options
+    from minigpt.scoring import ScoreCall
 
 BATCH_SIZE = 8
 
 
-Heads = Collection[tuple[int, int]]  # (layer, head) pairs to switch off
-
-
-def _completed(result: Completion | Failure) -> Completion:
-    if isinstance(result, Failure):
-        raise result.error
-    return result
-
-
 class LanguageModel:
-    """A GPT-2 with its tokenizer. Safe to use from several threads: a call keeps its state to itself.
+    """A GPT-2 with its tokenizer. Several threads may use it: a call keeps its state to itself.
 
-    model: GPT2.        tokenizer: Tokenizer, or None where the checkpoint has none (prompts are then token ids).
-    config: GPT2Config. device, dtype: where the weights are and in what format.
-    end_ids: the model's own end ids.
+    model: GPT2; it is put into eval mode.
+    tokenizer: Tokenizer; None, or the TokenizerError that reading it raised: prompts are then token ids.
+    end_ids: the model's own end ids; None: those of its config.
+    defaults: what the checkpoint's generation_config.json sets. Nothing uses it unless you pass it as params.
 
-    The model is put into eval mode.
+    config: GPT2Config.     device, dtype: where the weights are, and in what format.
+    limits: what decoding must know of the model.
     """
 
     def __init__(
@@ -62,17 +59,39 @@ class LanguageModel:
         defaults: SamplingParams | None = None,
     ) -> None:
         self.model = model.eval()
-        self.defaults = defaults or SamplingParams()
-        self.problem = tokenizer if isinstance(tokenizer, TokenizerError) else None
-        tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
-        self.tokenizer = tokenizer
         self.config: GPT2Config = model.config
-        eos = self.config.eos_token_id
+        self.defaults = defaults or SamplingParams()
+        self._tokenizer = tokenizer
+        V, bos, eos = self.config.vocab_size, self.config.bos_token_id, self.config.eos_token_id
         own = end_ids if end_ids is not None else eos if isinstance(eos, tuple) else () if eos is None else (eos,)
-        self.end_ids = tuple(id for id in own if 0 <= id < self.config.vocab_size)
-        # Checkpoints may pad the vocabulary: rows without a token must never be drawn.
-        every_id = range(self.config.vocab_size)
-        self.missing_ids = [] if tokenizer is None else [id for id in every_id if id not in tokenizer]
+        known = tokenizer if isinstance(tokenizer, Tokenizer) else None
+        self.limits = Limits(
+            n_positions=self.config.n_positions,
+            vocab_size=V,
+            bos_id=bos if bos is not None and 0 <= bos < V else None,
+            end_ids=tuple(id for id in own if 0 <= id < V),
+            undecodable_ids=() if known is None else tuple(id for id in range(V) if id not in known),
+            tokenizer=known,
+        )
+        self._without: dict[frozenset[tuple[int, int]], tuple[list[int], list[Any], LanguageModel]] = {}
+
+    def __repr__(self) -> str:
+        count = sum(weight.numel() for weight in self.model.parameters())
+        dtype = str(self.dtype).removeprefix("torch.")
+        tokenizer = self.limits.tokenizer.origin if self.limits.tokenizer else "none"
+        return f"LanguageModel({count / 1e6:.1f}M parameters, {self.device}, {dtype}, tokenizer: {tokenizer})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_without": {}}  # for copy and pickle: kept ablations are made again
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises TokenizerError where the model has none."""
+        if isinstance(self._tokenizer, Tokenizer):
+            return self._tokenizer
+        raise self._tokenizer or TokenizerError(
+            "this model has no tokenizer: give token ids (on a command line: --ids)"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -85,33 +104,52 @@ class LanguageModel:
         packed = self.model.output.packed
         return packed.dtype if packed else self.model.wte.weight.dtype
 
+    def encode(self, text: Text, *, special: bool = False) -> list[int]:
+        """The token ids of a text, or of a list, 1-D tensor or array of ids, each in the vocabulary.
+
+        special: special tokens spelled out in a text, such as <|endoftext|>, become one id each.
+        Raises PromptError, or TokenizerError for a text where there is no tokenizer.
+        """
+        ids = self.tokenizer.encode(text, special=special) if isinstance(text, str) else given.as_ids(text)
+        size = self.limits.vocab_size
+        wrong = next((id for id in ids if not 0 <= id < size), None)
+        if wrong is not None:
+            raise PromptError(f"token id {short_repr(wrong)} is outside the vocabulary (0 to {size - 1})")
+        return ids
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is also an iterable of str: the first that fits counts
+        self, prompt: Text, params: SamplingParams | None = None, **options: Unpack[Call]
+    ) -> Completion: ...
+    @overload
     def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        ablate: Iterable[str] = (),
-        **overrides: Any,
-    ) -> Any:
+        self, prompt: Text, params: SamplingParams | None = None, *, samples: int, **options: Unpack[Call]
+    ) -> list[Completion]: ...
+    @overload
+    def generate(
+        self, prompt: Iterable[Text], params: Any = None, *, samples: int | None = None, **options: Unpack[Call]
+    ) -> list[Completion]: ...
+    def generate(self, prompt: Any, params: Any = None, **options: Any) -> Any:
         """Continue a prompt, text or token ids: a Completion. For several prompts, or samples > 1: a flat list of them.
 
         params: how to decode (one for all, or a list with one per prompt); overrides replace its fields.
-        ablate: heads to switch off, as "layer.head".
+        special: as in `encode`.    ablate: heads to switch off, as "layer.head".
         Raises PromptError for an unusable prompt, ValueError for a bad parameter, TypeError for an unknown one.
         """
+        prompt = listed(prompt)
         single = is_one_prompt(prompt)
-        prompts: Any = [prompt] if single else prompt
-        completions = list(self._complete(prompts, params, BATCH_SIZE, ablate, overrides))
+        completions = list(self.generate_many([prompt] if single else prompt, params, **options))
         return completions[0] if single and len(completions) == 1 else completions
 
     def generate_many(
         self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Iterable[Text],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
         batch_size: int = BATCH_SIZE,
+        special: bool = False,
         ablate: Iterable[str] = (),
-        **overrides: Any,
+        **overrides: Unpack[Options],
     ) -> Iterator[Completion]:
         """Continue many prompts, `batch_size` rows at a time; completions come in input order, samples side by side.
 
@@ -119,7 +157,14 @@ class LanguageModel:
         prompt's index. Any other iterable is read as needed, so that memory stays bounded by the rows in work; a bad
         prompt in it raises once those before it are given. Raises as `generate` does.
         """
-        return self._complete(prompts, params, batch_size, ablate, overrides)
+        slots, lm, prompts = integer("batch_size", batch_size, 1, 4096), self.without(ablate), listed(prompts)
+        pairs: Iterable[tuple[Prompt, SamplingParams]]
+        pairs = given.checked(prompts, params, overrides, partial(lm.encode, special=special), lm.limits)
+        if isinstance(prompts, SequenceOf):
+            pairs = list(pairs)
+            slots = max(1, min(slots, sum(one.samples for _, one in pairs)))
+        rows = (row for prompt, one in pairs for row in given.samples(prompt, one, lm.limits))
+        return (_completed(result) for result in in_order(lm.model, rows, slots))
 
     def generate_each(self, tasks: Iterable[Task], *, batch_size: int = BATCH_SIZE) -> Iterator[Completion | Failure]:
         """Continue prompts with parameters of their own, where one that fails must not stop the others.
@@ -128,236 +173,140 @@ class LanguageModel:
         Gives, in order, a Completion for each sample of each task, or a Failure: one for a prompt that cannot be used,
         and one for a sample that could not go on (no token left to draw, logits that are not finite).
         """
-
-        def rows() -> Iterator[Row | Failure]:
-            for task in tasks:
-                if isinstance(task, Failure):
-                    yield task
-                    continue
-                try:
-                    request = Request(self, *task)
-                except (MiniGPTError, ValueError) as error:
-                    yield Failure(error)
-                    continue
-                for sample in range(request.params.samples):
-                    yield Row(self, request, sample)
-
-        return self._in_order(rows(), integer("batch_size", batch_size, 1, 4096), [])
+        slots = integer("batch_size", batch_size, 1, 4096)
+        rows = (row for row in given.sequences(tasks, self.encode, self.limits) if row is not None)
+        return in_order(self.model, rows, slots)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, ablate: Iterable[str] = (), **overrides: Any
-    ) -> Iterator[Step]:
-        """Continue one prompt, yielding a Step per drawn token as soon as it is drawn (none if max_new_tokens is 0).
+        self,
+        prompt: Text,
+        params: SamplingParams | None = None,
+        *,
+        special: bool = False,
+        ablate: Iterable[str] = (),
+        **overrides: Unpack[OneSample],
+    ) -> Stream:
+        """Continue one prompt, a Step per drawn token as soon as it is drawn (none if max_new_tokens is 0).
 
         Raises, at the call and not at the first step, as `generate` does.
         """
-        params = replace(params or SamplingParams(), **overrides)
+        params, lm, prompt = given.final(params, overrides), self.without(ablate), listed(prompt)
         if params.samples != 1:
             raise ValueError(f"stream gives one sample, not {params.samples}: use generate for several")
         if not is_one_prompt(prompt) and len(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
-        row = Row(self, Request(self, prompt, params), 0)
-        heads = self._heads(ablate)
+        checked = Prompt(lm.encode(prompt, special=special), params, lm.limits)
+        return Stream(lm.model, Sequence(checked, params, 0, lm.limits))
 
-        def steps() -> Iterator[Step]:
-            for _, step in self._run(iter([row]), 1, heads):
-                if step:
-                    yield step
-            if row.error:
-                raise row.error
+    def stream_many(
+        self,
+        prompts: Iterable[Text | Task | None],
+        params: SamplingParams | None = None,
+        *,
+        batch_size: int = BATCH_SIZE,
+        special: bool = False,
+        **overrides: Unpack[Options],
+    ) -> Streams:
+        """Continue many prompts together: (row, Step or Failure) as they come; see Streams.
 
-        return steps()
+        prompts: read as slots become free; each a prompt, or a task as in `generate_each`, or None for "nothing yet":
+            let the input wait a moment before it gives None, as it is asked again at once where no row is running.
+        """
+        base, slots = given.final(params, overrides), integer("batch_size", batch_size, 1, 4096)
+        tasks = (given.as_task(one, base) for one in prompts)
+        rows = given.sequences(tasks, partial(self.encode, special=special), self.limits)
+        return Streams(self.model, rows, slots)
 
+    @overload
+    def score(self, text: Text, **options: Unpack[ScoreCall]) -> Score: ...  # type: ignore[overload-overlap]
+    @overload
+    def score(self, text: Iterable[Text], **options: Unpack[ScoreCall]) -> list[Score]: ...
     def score(
         self,
-        text: Prompt,
+        text: Any,
         *,
+        context: Any = None,
         bos: bool = False,
         stride: int | None = None,
+        logprobs: int | None = None,
+        special: bool = False,
         ablate: Iterable[str] = (),
-    ) -> Score:
-        """How likely the model finds a text, or token ids: a log-probability for each token given those before it.
+    ) -> Any:
+        """How likely the model finds a text, or token ids: a Score. For a list of texts: a list of them, in batches.
 
+        context: text or ids that come before and are not scored; for a list, a list with one for each. Text is cut into
+            tokens as the lm-evaluation-harness does; an empty context is the beginning-of-text token; of one that is
+            too long the end is used.
         bos: put the beginning-of-text token first, so that the first token of the text is scored too.
         stride: score a text of any length by windows of n_positions tokens that move on by this many.
-        ablate: heads to switch off, as "layer.head".
+        logprobs: also the k best tokens in each place (Score.top).
         Raises PromptError for a text longer than the context if no stride is given.
         """
-        size = self.config.n_positions
-        if stride is not None:
-            stride = integer("stride", stride, 1, size)
-        ids = [*([self.bos_id()] if bos else []), *encode(self, text)]
-        if len(ids) > size and stride is None:
-            raise PromptError(f"the text has {len(ids)} tokens, but the model's context is {size}: give a stride")
-        heads = self._heads(ablate)
-        with undisturbed(self.model), torch.inference_mode():
-            return scoring.evaluate(self.model, self.tokenizer, ids, stride, heads)
+        text, lm = listed(text), self.without(ablate)
+        single = is_one_prompt(text) or not len(text)
+        texts, contexts = ([text], None if context is None else [context]) if single else (text, context)
+        with undisturbed(lm.model):
+            encode = partial(lm.encode, special=special)
+            scores = score_texts(lm.model, lm.limits, encode, texts, contexts, bos, stride, logprobs)
+        return scores[0] if single else scores
 
-    def attention(self, text: Prompt, *, ablate: Iterable[str] = ()) -> Tensor:
+    def attention(self, text: Text, *, special: bool = False, ablate: Iterable[str] = ()) -> Tensor:
         """What each head attends to in a text, or token ids: [L,H,T,T] float32 on the CPU; rows attend to columns.
 
-        ablate: heads to switch off, as "layer.head".
+        special: as in `encode`.    ablate: heads to switch off, as "layer.head".
         Raises PromptError for fewer than two tokens, or more than the context.
         """
-        return heads.patterns(self.model, encode(self, text), self._heads(ablate))
+        return heads.patterns(self.without(ablate).model, self.encode(text, special=special))
 
-    def bos_id(self) -> int:
-        """The beginning-of-text token. Raises PromptError if the model has none."""
-        bos = self.config.bos_token_id
-        if bos is None or not 0 <= bos < self.config.vocab_size:
-            raise PromptError("the model has no beginning-of-text token, so the text must not be empty")
-        return bos
+    def without(self, ablate: Iterable[str]) -> LanguageModel:
+        """This model with heads, named "layer.head", switched off; itself where none is named.
 
-    def _complete(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        batch_size: int,
-        ablate: Iterable[str],
-        overrides: dict[str, Any],
-    ) -> Iterator[Completion]:
-        """Check what can be checked now, and return the iterator that does the work."""
-        batch_size = integer("batch_size", batch_size, 1, 4096)
-        if isinstance(prompts, str):
-            raise PromptError("generate_many takes a list of prompts: use generate for one")
-        if params is None or isinstance(params, SamplingParams):
-            each: Iterable[SamplingParams] = itertools.repeat(replace(params or SamplingParams(), **overrides))
-        elif not isinstance(prompts, Sequence):
-            raise ValueError("a list of params needs a list of prompts")
-        else:
-            params = list(params)
-            if not all(isinstance(one, SamplingParams) for one in params):
-                raise ValueError("params must be SamplingParams, or a list with one for each prompt")
-            each = [replace(one, **overrides) for one in params]
-            if len(params) != len(prompts):
-                raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each")
-        named = not isinstance(prompts, Sequence) or len(prompts) > 1  # errors then say which prompt
-        heads = self._heads(ablate)
-
-        def requests() -> Iterator[Request]:
-            for index, (prompt, one) in enumerate(zip(prompts, each, strict=False)):
-                yield Request(self, prompt, one, index if named else None)
-
-        if isinstance(prompts, Sequence):
-            batch_size = max(1, min(batch_size, sum(request.params.samples for request in requests())))
-        rows = (Row(self, request, sample) for request in requests() for sample in range(request.params.samples))
-        return (_completed(result) for result in self._in_order(rows, batch_size, heads))
-
-    def _in_order(self, rows: Iterator[Row | Failure], batch_size: int, heads: Heads) -> Iterator[Completion | Failure]:
-        """Run the rows and give what becomes of them in the order in which they came."""
-        order: deque[Row | Failure] = deque()  # what is not given yet
-
-        def admitted() -> Iterator[Row | Failure | None]:
-            while True:
-                if len(order) >= 4 * batch_size:  # bounds what waits for one long row; None: not now
-                    yield None
-                    continue
-                try:
-                    row = next(rows, None)
-                except (MiniGPTError, ValueError) as error:  # finish what is in work first; `rows` ends here
-                    row = Failure(error)
-                if row is None:
-                    return
-                order.append(row)
-                yield row
-
-        for _ in self._run(admitted(), batch_size, heads):
-            while order and order[0].finish_reason:
-                done = order.popleft()
-                if isinstance(done, Failure):
-                    yield done
-                else:
-                    yield Failure(done.error, started=True) if done.error else done.completion()
-
-    def _run(
-        self, waiting: Iterator[Row | Failure | None], slots: int, heads: Heads
-    ) -> Iterator[tuple[Row | Failure, Step | None]]:
-        """The decoding loop: yield each row's steps as they are drawn. A row that ends makes room for the next.
-
-        A row that draws nothing comes with None, and so does one that fails: it ends with its `error` set.
+        It shares all memory but the W_O of the named layers. The last four are kept until the model changes.
         """
-        cache: KVCache | None = None
-        graph, flat = DecodeStep(self.model, heads), FlatStep(heads)
-        active: list[Row] = []  # row i of the cache belongs to active[i]
-        while True:
-            while len(active) < slots and (row := next(waiting, None)) is not None:
-                if isinstance(row, Failure) or row.finish_reason:  # max_new_tokens=0
-                    yield row, None
-                    continue
-                if cache is None:
-                    dtype = self.model.wpe.weight.dtype  # of the activations: self.dtype is that of the matrices
-                    cache = KVCache(self.config, slots, row.max_len, device=self.device, dtype=dtype)
-                    cache.lengths = []
-                cache.reserve(row.max_len)
-                with undisturbed(self.model), torch.inference_mode():
-                    logits = self._admit(row, active, cache, heads)
-                active.append(row)
-                yield row, row.accept(logits)
-                self._drop_finished(active, cache)
-            if not active or cache is None:
-                return
-            with undisturbed(self.model), torch.inference_mode():
-                logits = self._decode(active, cache, heads, graph, flat)
-            for index, row in enumerate(active):
-                yield row, row.accept(logits[index])
-            self._drop_finished(active, cache)
+        pairs = frozenset(heads.named_heads(self.config, ablate))
+        if not pairs:
+            return self
+        weights = list(self.model.parameters())
+        parts = [*self.model.modules(), *weights]
+        state = [RemovableHandle.next_id, *map(id, parts), *(0 if w.is_inference() else w._version for w in weights)]
+        known = self._without.get(pairs)
+        if known is None or known[0] != state:
+            lm = LanguageModel(
+                heads.without_heads(self.model, pairs), self._tokenizer, self.limits.end_ids, defaults=self.defaults
+            )
+            known = self._without[pairs] = (state, parts, lm)  # the parts are held, so that no id is used again
+            while len(self._without) > 4:
+                self._without.pop(next(iter(self._without)), None)
+        return known[2]
 
-    def _admit(self, row: Row, active: list[Row], cache: KVCache, heads: Heads) -> Tensor:
-        """Fill the next slot of the cache, by prefill or from an active sample of the same prompt. Gives logits [V]."""
-        slot = len(active)
-        cache.lengths.append(0)
-        request = row.request
-        for index, other in enumerate(active):
-            if other.request is request and not other.slid and request.logits is not None:
-                cache.copy_row(index, slot, len(row.context))
-                return request.logits
-        logits = self._prefill(row.context, cache, slot, heads)
-        if request.params.samples > 1:
-            request.logits = logits
-        return logits
+    def weights_changed(self) -> None:
+        """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code."""
+        forget(self.model)
+        self._without.clear()
 
-    def _prefill(self, ids: list[int], cache: KVCache, slot: int, heads: Heads) -> Tensor:
-        """Fill row `slot` of the cache with `ids` from position 0, and return the logits after the last one, [V]."""
-        view = cache.row(slot)
-        hidden = self.model.hidden(torch.tensor([ids], device=self.device), view, ablate=heads)  # (1, T, E)
-        cache.lengths[slot] = view.lengths[0]
-        return self.model.head(hidden[0, -1])
-
-    def _decode(self, active: list[Row], cache: KVCache, heads: Heads, graph: DecodeStep, flat: FlatStep) -> Tensor:
-        """Feed each row's last token; returns the logits after it, [B,V]."""
-        for slot, row in enumerate(active):
-            if cache.lengths[slot] == self.config.n_positions:  # only a row that slides gets here
-                row.slid = True
-                cache.lengths[slot] = 0
-                if len(row.context) > 1:
-                    self._prefill(row.context[:-1], cache, slot, heads)
-        last = [row.history[-1] for row in active]
-        if (logits := graph(last, cache)) is not None:  # on CUDA, when it pays
-            return logits
-        ids = torch.tensor(last, device=self.device)[:, None]  # (B, 1)
-        if (logits := flat(self.model, ids, cache)) is not None:  # on a CPU, where it fits
-            return logits
-        return self.model.head(self.model.hidden(ids, cache, ablate=heads)[:, -1])
-
-    def _drop_finished(self, active: list[Row], cache: KVCache) -> None:
-        """Free the slots of finished rows; the last row moves into each gap."""
-        for slot in reversed(range(len(active))):
-            if active[slot].finish_reason:
-                last = len(active) - 1
-                if slot != last:
-                    cache.copy_row(last, slot, cache.lengths[last])
-                    active[slot] = active[last]
-                active.pop()
-                cache.lengths.pop()
-
-    def _heads(self, ablate: Iterable[str]) -> list[tuple[int, int]]:
-        return heads.named_heads(self.config, ablate)
+    def release(self) -> None:
+        """Give back the memory that is only kept for speed: the last ablated models."""
+        self._without.clear()
 
 
-def save(model: GPT2 | LanguageModel, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-    """Write a model as OpenAI's checkpoints are; of a LanguageModel, its tokenizer too."""
-    if isinstance(model, LanguageModel):
-        others = model.tokenizer.files() if model.tokenizer else {}
-        write_checkpoint(model.model, folder, dtype, others)
+def _completed(result: Completion | Failure) -> Completion:
+    if isinstance(result, Failure):
+        raise result.error
+    return result
+
+
+def save(lm_or_model: LanguageModel | GPT2, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    """Write a model as OpenAI's checkpoints are, for transformers too; of a LanguageModel, also the tokenizer's files.
+
+    dtype: a float format for the file, the model's own where not given. Every file appears whole or not at all.
+    Raises CheckpointError if the folder holds a model already, or cannot be written; ValueError for a dtype that is no
+    float, TypeError for another kind of model.
+    """
+    if isinstance(lm_or_model, LanguageModel):
+        tokenizer = lm_or_model.limits.tokenizer
+        write_checkpoint(lm_or_model.model, Path(folder), dtype, tokenizer.files() if tokenizer else {})
+    elif isinstance(lm_or_model, GPT2):
+        write_checkpoint(lm_or_model, Path(folder), dtype)
     else:
-        write_checkpoint(model, folder, dtype)
+        kind = type(lm_or_model).__name__
+        raise TypeError(f"save takes a minigpt model, not {kind}: one of transformers has save_pretrained(folder)")

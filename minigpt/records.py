@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from minigpt.decoding.params import SamplingParams
-from minigpt.errors import MiniGPTError
+from minigpt.errors import MiniGPTError, PromptError
+from minigpt.lines import Line
 
 if TYPE_CHECKING:
     from minigpt.decoding.sequence import Completion
+    from minigpt.scoring import Score
 
 
 def as_record(id: str | int, sample: int, prompt: str | None, completion: Completion, model: str) -> dict[str, Any]:
     """A Completion as the record that --json and --output write."""
     values = asdict(completion)
     order = ["prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs"]
-    return {
-        "id": id,
-        "sample": sample,
-        "prompt": prompt,
-        **{name: values[name] for name in order},
-        "model": model,
-    }
+    return {"id": id, "sample": sample, "prompt": prompt, **{name: values[name] for name in order}, "model": model}
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of the input: what to continue and how, or what is wrong with it.
-
-    number: from 1.     id: its own, else its number (for a bad line as well, where it can be read).
-    prompt: text or token ids.      skip: how many of its samples are already there.
-    """
-
-    number: int
-    id: str | int
-    prompt: str | list[int] = ""
-    params: SamplingParams = field(default_factory=SamplingParams)
-    error: str | None = None
-    skip: int = 0
+def score_figures(score: Score) -> dict[str, Any]:
+    """A Score for JSON, which lacks NaN and infinity: they become None. Raises PromptError if no token was scored."""
+    if not score.logprobs:
+        raise PromptError("there is nothing to score: that takes two tokens, or one and --bos or a context")
+    values = {name: getattr(score, name) for name in ("total", "mean", "perplexity", "bits_per_byte")}
+    figures = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+    return {"ids": score.ids, "logprobs": score.logprobs, **figures}
 
 
 class Output:
@@ -63,7 +52,7 @@ class Output:
         if path is None:
             return
         try:
-            there = os.path.getsize(path) > 0 if os.path.isfile(path) else False
+            there = os.path.isfile(path) and os.path.getsize(path) > 0
             if there and not resume:
                 raise MiniGPTError(f"{path} is there already: add --resume to go on with it, or remove it")
             if there:
@@ -71,41 +60,33 @@ class Output:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
             self._regular = stat.S_ISREG(os.fstat(self._file).st_mode)
             if self._regular:
-                self._write_settings()
-                self.size, self._tail = _whole_lines(path)
+                with open(f"{path}.job.new", "w", encoding="utf-8") as file:
+                    file.write(json.dumps(settings))
+                os.replace(f"{path}.job.new", f"{path}.job")  # whole or not at all
         except OSError as error:
             raise self._problem(error) from None
 
     def _check_settings(self) -> None:
         """Compare the settings with those that the job was begun with."""
-        name = f"{self.path}.job"
+        name, refused = f"{self.path}.job", f"{self.path} cannot be resumed"
         try:
             with open(name, encoding="utf-8") as file:
                 begun = json.load(file)
         except FileNotFoundError:
-            raise MiniGPTError(
-                f"{name}, which holds the settings of the job, is gone: {self.path} cannot be resumed"
-            ) from None
+            raise MiniGPTError(f"{name}, which holds the settings of the job, is gone: {refused}") from None
         except (ValueError, RecursionError):
             begun = None
         now = json.loads(json.dumps(self.settings))  # as it would read
         whole = isinstance(begun, dict) and begun.keys() == now.keys() and type(begun["fresh_seed"]) is int
         if not whole or not 0 <= begun["fresh_seed"] < 2**64:
-            raise MiniGPTError(f"{name} is damaged: {self.path} cannot be resumed")
+            raise MiniGPTError(f"{name} is damaged: {refused}")
         self.settings["fresh_seed"] = now["fresh_seed"] = begun["fresh_seed"]
         if begun["input"] != now["input"]:
-            raise MiniGPTError(f"{self.path} cannot be resumed: the input has changed since")
-        changed = [key for key in now if begun[key] != now[key]]
+            raise MiniGPTError(f"{refused}: the input has changed since")
+        changed = [f"{key} was {begun[key]!r}, now {now[key]!r}" for key in now if begun[key] != now[key]]
         if changed:
-            what = ", ".join(f"{key} was {begun[key]!r}, now {now[key]!r}" for key in changed)
+            what = ", ".join(changed)
             raise ValueError(f"{self.path} was begun with other settings ({what}): use those, or another --output")
-
-    def _write_settings(self) -> None:
-        name = f"{self.path}.job"
-        text = json.dumps(self.settings)
-        with open(f"{name}.new", "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(f"{name}.new", name)  # whole or not at all
 
     def remaining(self, lines: Iterable[Line]) -> Iterator[Line]:
         """The lines whose records are not all there, where `skip` says how many are; the others are counted in `done`.
@@ -117,21 +98,24 @@ class Output:
         if self.path is None or not self._regular:
             return rest
         line: Line | None = None
+        refused, tail = f"{self.path} cannot be resumed", b""
         with open(self.path, "rb") as file:
             for number, data in enumerate(file, 1):
                 if not data.endswith(b"\n"):
+                    tail = data[:6]
                     break
                 line = line or next(rest, None)
                 found = None if line is None else _record_of(line, data)
                 if line is None or found is None:
-                    raise MiniGPTError(f"{self.path} cannot be resumed: its line {number} is not a record of this job")
+                    raise MiniGPTError(f"{refused}: its line {number} is not a record of this job")
+                self.size += len(data)
                 self.count += 1
                 self.failed += "error" in found
                 line = replace(line, skip=line.skip + 1)
                 if line.skip == line.params.samples or ("error" in found and "sample" not in found):
                     line, self.done = None, self.done + 1
-        if self._tail != b'{"id":'[: len(self._tail)]:
-            raise MiniGPTError(f"{self.path} cannot be resumed: its end is not a record of this job")
+        if tail != b'{"id":'[: len(tail)]:
+            raise MiniGPTError(f"{refused}: its end is not a record of this job")
         os.ftruncate(self._file, self.size)
         os.lseek(self._file, self.size, os.SEEK_SET)
         return chain([line] if line else [], rest)
@@ -165,18 +149,6 @@ class Output:
         """Close the file."""
         if self.path is not None:
             os.close(self._file)
-
-
-def _whole_lines(path: str) -> tuple[int, bytes]:
-    """The size of a file's whole lines, and how what comes after them begins."""
-    size, tail = 0, b""
-    with open(path, "rb") as file:
-        for data in file:
-            if data.endswith(b"\n"):
-                size += len(data)
-            else:
-                tail = data[:6]
-    return size, tail
 
 
 def _record_of(line: Line, data: bytes) -> dict[str, Any] | None:

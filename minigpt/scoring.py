@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypedDict
 
 import torch
 
-from minigpt.errors import CheckpointError
+from minigpt.checks import integer
+from minigpt.decoding.prompts import Encode, Text
+from minigpt.decoding.sampling import best_log_probabilities
+from minigpt.decoding.sequence import Limits
+from minigpt.errors import CheckpointError, PromptError
 from minigpt.network.model import GPT2
-
-if TYPE_CHECKING:
-    from minigpt.text.tokenizer import Tokenizer
-
+from minigpt.text.tokenizer import Tokenizer
 
 _TOKENS = 4096  # about how many go through the model at once
+Top = list[tuple[int, float]]  # (id, log-probability), best first
 
 
 @dataclass(frozen=True)
 class Score:
     """How likely a text is.
 
-    ids: the tokens, the beginning-of-text token included if it was asked for.
-    logprobs: of each token but the first, given those before it; natural logarithms, len(ids) - 1 of them (fewer with
-        stride = n_positions, where no token that begins a window is scored).
+    ids: the tokens, with the beginning-of-text token or the context before them if there is one.
+    logprobs: natural logarithms, of each token given those before it: of all but the first; of the text's alone where
+        a context was given; of fewer with stride = n_positions, where no token that begins a window is scored.
     total, mean: their sum and mean.
     perplexity: exp(-mean) or, with a stride, by the loop of https://huggingface.co/docs/transformers/perplexity:
         it weights each window's mean loss by one token fewer than it has (but for the first window), so that with a
         stride of very few tokens it all but counts the first window alone. exp(-mean) weights every token the same.
     bits_per_byte: -total / ln 2 by the UTF-8 bytes of the scored tokens; None where the model has no tokenizer.
+    top: for each log-probability the k best tokens as (id, log-probability), where they were asked for; else None.
     mean and perplexity are NaN, and bits_per_byte None, where no token is scored.
     """
 
@@ -40,123 +44,187 @@ class Score:
     mean: float
     perplexity: float
     bits_per_byte: float | None
+    top: list[Top] | None = None
 
 
-def windows(n_tokens: int, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Windows (begin, end, first): each scores its tokens from `first` on, with those before as their context.
+class ScoreCall(TypedDict, total=False):
+    """What LanguageModel.score takes by name; its docstring says what each means."""
 
-    The sliding-window procedure of https://huggingface.co/docs/transformers/perplexity: windows move on by `stride`.
-    A window's own first token has no context, so it is scored only if the window before reached it (stride < size).
+    context: Text | Iterable[Text | None] | None
+    bos: bool
+    stride: int | None
+    logprobs: int | None
+    special: bool
+    ablate: Iterable[str]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that go through the model together: those from index `first` (at least 1) on are scored."""
+
+    ids: Sequence[int]
+    first: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A window's scored tokens, the log-probability of each and, if wanted, the k best tokens in its place."""
+
+    ids: Sequence[int]
+    logprobs: list[float]
+    top: list[Top]
+
+
+def sliding(ids: Sequence[int], size: int, stride: int) -> Iterator[Window]:
+    """The sliding-window procedure of https://huggingface.co/docs/transformers/perplexity over a text of any length.
+
+    Windows of `size` tokens move on by `stride`, and each scores the tokens that the one before did not reach. A
+    window's own first token has no context, so it is scored only if the window before reached it (stride < size).
     """
-    first = 0
-    for begin in range(0, n_tokens, stride):
-        end = min(begin + size, n_tokens)
-        yield begin, end, max(first, begin + 1)
-        first = end
-        if end == n_tokens:
+    reached = 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + size, len(ids))
+        yield Window(ids[begin:end], max(reached - begin, 1))
+        reached = end
+        if end == len(ids):
             return
 
 
-def evaluate(
-    model: GPT2,
-    tokenizer: Tokenizer | None,
-    ids: Sequence[int],
-    stride: int | None = None,
-    ablate: Collection[tuple[int, int]] = (),
-    *,
-    keep: bool = True,
-    progress: Callable[[int], None] | None = None,
-) -> Score:
-    """Score `ids`, in one window or, with a stride, in several.
+def score_windows(model: GPT2, windows: Iterable[Window], k: int = 0, unlisted: Sequence[int] = ()) -> Iterator[Scored]:
+    """Each window's log-probabilities, in order; several windows go through the model at a time.
 
-    keep: False leaves the Score's ids and logprobs empty, so that memory does not grow with the text.
-    progress: called with the number of tokens that are done.
+    k: how many of the best tokens to give for each; `unlisted` ids are not among them.
     Raises CheckpointError if the model's logits are not finite.
     """
-    logprobs: list[float] = []
-    total = weighted = 0.0
-    count = weights = n_bytes = 0
-    for first, end, part in scored_windows(model, ids, stride, ablate):
-        subtotal = math.fsum(part)
-        # The page counts one loss too few where the window's first new token had a context, as all but the first have.
-        weight = len(part) - (1 if count and stride != model.config.n_positions else 0)
-        weighted += subtotal / len(part) * weight
-        weights += weight
-        total += subtotal
-        count += len(part)
-        if tokenizer is not None:
-            n_bytes += sum(len(tokenizer.token_bytes(id)) for id in ids[first:end])
-        if keep:
-            logprobs += part
-        if progress:
-            progress(end)
-    return Score(
-        list(ids) if keep else [],
-        logprobs,
-        total,
-        mean=total / count if count else math.nan,
-        perplexity=_exp(-weighted / weights) if weights else math.nan,
-        bits_per_byte=-total / math.log(2) / n_bytes if n_bytes else None,
-    )
-
-
-def _exp(x: float) -> float:
-    return math.inf if x > 700 else math.exp(x)
-
-
-def log_probabilities(
-    model: GPT2, ids: Sequence[int], stride: int | None = None, ablate: Collection[tuple[int, int]] = ()
-) -> tuple[list[int], list[float]]:
-    """The tokens that are scored, and the log-probability of each given those before it in its window.
-
-    Without a stride there is one window, and all tokens but the first are scored.
-    Raises CheckpointError if the model's logits are not finite.
-    """
-    scored: list[int] = []
-    logprobs: list[float] = []
-    for first, end, part in scored_windows(model, ids, stride, ablate):
-        scored += ids[first:end]
-        logprobs += part
-    return scored, logprobs
-
-
-def scored_windows(
-    model: GPT2, ids: Sequence[int], stride: int | None = None, ablate: Collection[tuple[int, int]] = ()
-) -> Iterator[tuple[int, int, list[float]]]:
-    """The same window by window, as (first, end, log-probabilities of ids[first:end]).
-
-    Several full windows go through the model at a time. Raises as log_probabilities does.
-    """
-    size = model.config.n_positions
-    rows: list[tuple[int, int, int]] = []
-    for window in windows(len(ids), size, stride or size):
-        begin, end, first = window
-        if first == end:
-            continue
-        if rows and (end - begin < size or len(rows) * size >= _TOKENS):
-            yield from _score(model, ids, rows, ablate)
-            rows = []
+    rows: list[Window] = []
+    longest = 0
+    for window in windows:
+        longest = max(longest, len(window.ids))
+        if rows and longest * (len(rows) + 1) > _TOKENS:
+            yield from _score(model, rows, k, unlisted)
+            rows, longest = [], len(window.ids)
         rows.append(window)
     if rows:
-        yield from _score(model, ids, rows, ablate)
+        yield from _score(model, rows, k, unlisted)
 
 
 @torch.inference_mode()
-def _score(
-    model: GPT2, ids: Sequence[int], rows: list[tuple[int, int, int]], ablate: Collection[tuple[int, int]]
-) -> list[tuple[int, int, list[float]]]:
-    """scored_windows of some windows of the same length T."""
-    tokens = torch.tensor([list(ids[begin:end]) for begin, end, _ in rows], device=model.wte.weight.device)  # (B, T)
-    hidden = model.hidden(tokens[:, :-1], ablate=ablate)  # (B, T - 1, E): the last token predicts nothing here
+def _score(model: GPT2, rows: list[Window], k: int, unlisted: Sequence[int]) -> list[Scored]:
+    """score_windows of windows that share a batch. It is padded on the right, where the causal mask hides it."""
+    T = max(len(row.ids) for row in rows)
+    padded = [[*row.ids, *[0] * (T - len(row.ids))] for row in rows]
+    tokens = torch.tensor(padded, device=model.wte.weight.device)  # (B, T)
+    hidden = model.hidden(tokens[:, :-1]) if T > 1 else None  # (B, T - 1, E): the last token predicts nothing here
     results = []
-    for row, (begin, end, first) in enumerate(rows):
-        logprobs: list[float] = []
-        skipped = first - begin - 1
-        chunks = (torch.split(part, 64) for part in (hidden[row, skipped:], tokens[row, skipped + 1 :]))
-        for states, wanted in zip(*chunks, strict=True):  # 64 x V floats at a time, not T x V
-            scores = model.head(states).float().log_softmax(-1)
-            logprobs += scores.gather(1, wanted[:, None])[:, 0].tolist()
-        if not all(map(math.isfinite, logprobs)):
+    for at, row in enumerate(rows):
+        found = Scored(row.ids[row.first :], [], [])
+        chunk = range(row.first - 1, len(row.ids) - 1)  # the positions whose next token is scored
+        for begin in chunk[::64] if hidden is not None else ():  # 64 x V floats at a time, not T x V
+            places = slice(begin, min(begin + 64, chunk.stop))
+            logits = model.head(hidden[at, places]).float()  # type: ignore[index]
+            wanted = tokens[at, places.start + 1 : places.stop + 1]
+            found.logprobs.extend(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].tolist())
+            if k:
+                ids = wanted.tolist()
+                found.top.extend(
+                    best_log_probabilities(one, id, k, unlisted)[1] for one, id in zip(logits, ids, strict=True)
+                )
+        if not all(map(math.isfinite, found.logprobs)):
             raise CheckpointError("the model's logits hold NaN or infinity: its weights are damaged")
-        results.append((first, end, logprobs))
+        results.append(found)
     return results
+
+
+def score_texts(
+    model: GPT2,
+    limits: Limits,
+    encode: Encode,
+    texts: Sequence[Text],
+    contexts: Sequence[Text | None] | None,
+    bos: bool,
+    stride: int | None,
+    k: int | None,
+) -> list[Score]:
+    """A Score for each text; they share batches, the longest ones first. See LanguageModel.score."""
+    k = None if k is None else integer("logprobs", k, 0)
+    stride = None if stride is None else integer("stride", stride, 1, limits.n_positions)
+    if contexts is None:
+        split = [_alone(text, bos, stride, encode, limits) for text in texts]
+    elif bos or stride is not None:
+        raise ValueError("context goes with neither bos nor stride")
+    elif isinstance(contexts, str) or len(contexts) != len(texts):
+        raise ValueError(f"context must be a list with one for each of the {len(texts)} texts")
+    else:
+        split = [_after(one, text, encode, limits) for one, text in zip(contexts, texts, strict=True)]
+    owners = deque[int]()
+
+    def windows() -> Iterator[Window]:
+        for at in sorted(range(len(split)), key=lambda at: -len(split[at].ids)):
+            for window in [split[at]] if stride is None else sliding(split[at].ids, limits.n_positions, stride):
+                owners.append(at)
+                yield window
+
+    found: list[list[Scored]] = [[] for _ in texts]
+    for scored in score_windows(model, windows(), k or 0, limits.undecodable_ids):
+        found[owners.popleft()].append(scored)
+    overlap = stride is not None and stride < limits.n_positions
+    pairs = zip(split, found, strict=True)
+    return [_summed(list(window.ids), parts, overlap, k, limits.tokenizer) for window, parts in pairs]
+
+
+def _alone(text: Text, bos: bool, stride: int | None, encode: Encode, limits: Limits) -> Window:
+    """A text without a context. Raises PromptError for one that is too long."""
+    ids = [*(_beginning(limits) if bos else []), *encode(text)]
+    if len(ids) > limits.n_positions and stride is None:
+        raise PromptError(
+            f"the text has {len(ids)} tokens, but the model's context is {limits.n_positions}: give a stride"
+        )
+    return Window(ids, 1)
+
+
+def _after(context: Text | None, text: Text, encode: Encode, limits: Limits) -> Window:
+    """A text after its context, which is cut on the left. Raises PromptError for a text that is too long."""
+    if context is None:
+        return _alone(text, False, None, encode, limits)
+    if isinstance(context, str) and isinstance(text, str):
+        # As the lm-evaluation-harness does (TemplateLM._encode_pair): white space between them belongs to the text.
+        before = encode(context.rstrip())
+        after = encode(context + text)[len(before) :]
+    else:
+        before, after = encode(context), encode(text)
+    if len(after) > limits.n_positions:
+        raise PromptError(f"the text has {len(after)} tokens, but the model's context is {limits.n_positions}")
+    before = (before or _beginning(limits))[-(limits.n_positions + 1 - len(after)) :]  # the last token is never fed
+    return Window([*before, *after], len(before))
+
+
+def _beginning(limits: Limits) -> list[int]:
+    if limits.bos_id is None:
+        raise PromptError("the model has no beginning-of-text token, so the text must not be empty")
+    return [limits.bos_id]
+
+
+def _summed(ids: list[int], parts: list[Scored], overlap: bool, k: int | None, tokenizer: Tokenizer | None) -> Score:
+    logprobs = [value for part in parts for value in part.logprobs]
+    total, weighted, weights = math.fsum(logprobs), 0.0, 0
+    for number, part in enumerate(part for part in parts if part.logprobs):
+        # The page counts one loss too few where a window's first new token has a context, as in all but the first.
+        weight = len(part.logprobs) - (1 if number and overlap else 0)
+        weighted += math.fsum(part.logprobs) / len(part.logprobs) * weight
+        weights += weight
+    n_bytes = sum(len(tokenizer.token_bytes(id)) for part in parts for id in part.ids) if tokenizer else 0
+    loss = -weighted / weights if weights else math.nan
+    return Score(
+        ids,
+        logprobs,
+        total,
+        mean=total / len(logprobs) if logprobs else math.nan,
+        perplexity=math.inf if loss > 700 else math.exp(loss),
+        bits_per_byte=-total / math.log(2) / n_bytes if n_bytes else None,
+        top=None if k is None else [best for part in parts for best in part.top],
+    )
+
+
+def log_probabilities(model: GPT2, ids: Sequence[int]) -> list[float]:
+    """The log-probability of each token but the first given those before it. Raises as score_windows does."""
+    return next(score_windows(model, [Window(ids, 1)])).logprobs

@@ -36,8 +36,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from minigpt import GPT2, GPT2Config, SamplingParams, __version__, load, save
-from minigpt.decoding.sequence import Request, Row
+from minigpt import GPT2, Failure, GPT2Config, SamplingParams, __version__, load, save, usable_cpus
 
 SIZES = {"124M": (12, 12, 768), "355M": (24, 16, 1024), "774M": (36, 20, 1280), "1558M": (48, 25, 1600)}  # L, H, E
 NEW = 32  # steps of a measurement of decoding
@@ -85,11 +84,14 @@ class Minigpt(Engine):
 
     def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
         params = SamplingParams(max_new_tokens=new, stop_ids=())
-        rows = [Row(self.lm, Request(self.lm, ids, params), 0) for ids in prompts]
-        for row, _ in self.lm._run(iter(rows), len(rows), []):  # what generate_many collects from
-            if row is rows[-1]:
+        found: list[list[int]] = [[] for _ in prompts]
+        for row, step in self.lm.stream_many(prompts, params, batch_size=len(prompts)):
+            if isinstance(step, Failure):
+                raise step.error
+            found[row].append(step.id)
+            if row == len(prompts) - 1:
                 drawn()
-        return [row.completion().ids for row in rows]
+        return found
 
 
 class Transformers(Engine):
@@ -593,7 +595,6 @@ def cpu_name() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", type=Path, help="a folder in the official layout")
     what.add_argument("--size", choices=SIZES, default="124M", help="random weights of this size [124M]")
@@ -603,7 +604,7 @@ def main() -> None:
     )
     parser.add_argument("--works", default="", help="only works whose names contain this, such as decode")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=usable)
+    parser.add_argument("--threads", type=int, default=usable_cpus())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     parser.add_argument("--picture", type=Path, help="draw the growth with context and batch (takes as long again)")

@@ -29,12 +29,11 @@ def main() -> None:
     reference = minigpt.load(args.model, device=args.device)
     size = min(reference.config.n_positions, 256)
     if args.text:
-        ids = reference.tokenizer.encode(args.text.read_text("utf-8")[: 100 * size * 8])
+        ids = reference.encode(args.text.read_text("utf-8")[: 100 * size * 8])
         pieces = [ids[at : at + size] for at in range(0, min(len(ids), 100 * size), size)]
     else:
-        start = [reference.bos_id()]
-        drawn = reference.generate(start, max_new_tokens=size - 1, temperature=1.0, samples=100, seed=0)
-        pieces = [start + completion.ids for completion in drawn]
+        drawn = reference.generate([], max_new_tokens=size - 1, temperature=1.0, samples=100, seed=0)
+        pieces = [completion.prompt_ids + completion.ids for completion in drawn]
     pieces = [ids for ids in pieces if len(ids) > PROMPT]
 
     def measure(lm: minigpt.LanguageModel) -> tuple[float, list[list[int]]]:

@@ -23,7 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 import minigpt
-from minigpt import SamplingParams, TokenizerError
+from minigpt import PromptError, SamplingParams, TokenizerError
 
 OPTIONS = ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size")  # of transformers' names, as ours
 
@@ -46,7 +46,7 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.lm = minigpt.load(pretrained, device=device or "auto", dtype=dtype, revision=revision, offline=offline)
-        if self.lm.tokenizer is None:
+        if self.lm.limits.tokenizer is None:
             raise TokenizerError(f"{pretrained} has no tokenizer, and the harness gives texts")
         self.batch_size = 8 if str(batch_size).startswith("auto") else int(batch_size)
         self.max_length = self.lm.config.n_positions
@@ -55,7 +55,9 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
     @property
     def eot_token_id(self) -> int:
         """The token that separates texts, and comes before a text without a context."""
-        return self.lm.bos_id()
+        if self.lm.limits.bos_id is None:
+            raise PromptError("the model has no beginning-of-text token, and the harness needs one")
+        return self.lm.limits.bos_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -64,8 +66,7 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids, where <|endoftext|> is one token, as transformers has it."""
-        assert self.lm.tokenizer is not None
-        return self.lm.tokenizer.encode(string, special=True)
+        return self.lm.encode(string, special=True)
 
     @torch.inference_mode()
     def _loglikelihood_tokens(
@@ -114,7 +115,7 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text up to the first stop string; a context that leaves no room for it loses its beginning."""
         prompts, params = [], []
-        end = self.lm.tokenizer.decode([self.eot_token_id]) if self.lm.tokenizer else ""
+        end = self.lm.tokenizer.decode([self.eot_token_id])
         for request in requests:
             context, options = request.args
             wanted = dict(normalize_gen_kwargs(options, self.max_gen_toks))

@@ -52,7 +52,7 @@ class Worker:
         if answer["peak_mib"] > 1024:
             self.close()  # peaks do not go down: the next case should not be blamed
         assert not answer["fault"], f"{answer['fault']}\n{str(case)[:2000]}"
-        assert answer["seconds"] < 10 and answer["peak_mib"] < 1024 and not answer["seen"], (answer, str(case)[:2000])
+        assert answer["peak_mib"] < 1024 and not answer["seen"], (answer, str(case)[:2000])
         return str(answer["end"])
 
     def close(self) -> None:

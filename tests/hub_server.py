@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
+from conftest import ROOT
 
 
 class HubServer:
@@ -174,3 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def environment(url: str, home: Path, **extra: str) -> dict[str, str]:
+    """A process's environment in which that hub is the hub, and `home` its cache."""
+    keep = {key: os.environ[key] for key in ("PATH", "SYSTEMROOT") if key in os.environ}
+    return {**keep, "PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_ENDPOINT": url, **extra}

@@ -1,16 +1,12 @@
-"""What is said on stderr: notes, and a progress bar with the rate and the time left."""
+"""What the commands share: the model on its machine, notes and figures on stderr, the progress bar of a job."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import TracebackType
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from minigpt.checks import integer
@@ -19,133 +15,72 @@ if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
 
 
+def say(text: str, end: str = "\n") -> None:
+    """Print to stderr. No work is lost where nobody reads it."""
+    with suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+def note(text: str) -> None:
+    """One line on stderr, whatever a file's name or an argument holds."""
+    say(f"minigpt: {one_line(text)}")
+
+
 def one_line(text: str) -> str:
-    """`text` as one line of plain characters, whatever a file's name or an argument holds, and not too long."""
+    """The text in plain characters, and not too long."""
     return "".join(char if char.isprintable() else " " for char in text[:2000])
 
 
-def note(text: str, end: str = "\n") -> None:
-    """Print to stderr, if there is one and somebody reads it: no work is lost where nobody does."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(text, end=end, file=sys.stderr, flush=True)
-
-
-class Progress:
-    """How far a job is: redrawn in place on a terminal, a line every ten seconds (and the last one) in a log.
-
-    total, done: what there is to do and what was done before, in `unit`.
-    """
-
-    def __init__(self, total: int, unit: str, done: int = 0) -> None:
-        self._total, self._unit, self._begun, self._done, self._tokens = total, unit, done, done, 0
-        self._started = self._shown = time.monotonic()
-        self._terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._width = 0
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._show()
-        if self._terminal:
-            note("")
-
-    def update(self, done: int, tokens: int) -> None:
-        """`done` of the total are done; `tokens` were worked on in this run."""
-        self._done, self._tokens = done, tokens
-        if time.monotonic() - self._shown > (0.1 if self._terminal else 10):
-            self._show()
-
-    def _show(self) -> None:
-        self._shown = now = time.monotonic()
-        seconds = max(now - self._started, 1e-9)
-        share = min(self._done / self._total, 1.0) if self._total else 1.0
-        bar = "#" * int(20 * share)
-        text = (
-            f"[{bar:.<20}] {self._done:,}/{self._total:,} {self._unit}, {self._tokens / seconds:,.1f} tokens per second"
-        )
-        if self._done >= self._total:
-            text += f", took {_clock(seconds)}"
-        elif self._done > self._begun:
-            text += f", {_clock(seconds * (self._total - self._done) / (self._done - self._begun))} left"
-        padding = " " * (self._width - len(text))
-        self._width = len(text)
-        note("\r" + text + padding if self._terminal else text, end="" if self._terminal else "\n")
-
-
-def _clock(seconds: float) -> str:
-    """As h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def _load(args: argparse.Namespace) -> LanguageModel:
-    """The model that the arguments name. This imports torch, which takes a second: check the arguments before."""
+def load(args: argparse.Namespace) -> LanguageModel:
+    """The model that the arguments name. Imports torch, which takes a second: check the arguments before."""
     if args.threads is not None:
         integer("--threads", args.threads, 1, 4096)
     import torch
 
-    from minigpt.loading import load
-    from minigpt.network.device import _usable_threads
+    from minigpt import loading
+    from minigpt.network import device
 
-    torch.set_num_threads(args.threads or _usable_threads())
-    return load(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        revision=args.revision,
-        offline=args.offline,
-        progress=True,
+    torch.set_num_threads(args.threads or device.usable_cpus())
+    args.started = time.perf_counter()
+    places = {"device": args.device, "dtype": args.dtype, "revision": args.revision, "offline": args.offline}
+    lm = loading.load(args.model, progress=True, **places)
+    args.loaded = time.perf_counter()
+    return lm
+
+
+def progress(total: int, done: int) -> Any:
+    """A bar: redrawn in place on a terminal, a line every ten seconds in a log."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    shape = "{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} lines, {remaining} left{postfix}"
+    every = 0.1 if sys.stderr.isatty() else 10
+    out = SimpleNamespace(write=lambda text: say(text, ""), flush=bool, encoding=sys.stderr.encoding)
+    return tqdm(  # type: ignore[no-untyped-call]
+        total=total, initial=done, bar_format=shape, mininterval=every, file=out
     )
 
 
-def _print_rate(what: str, tokens: int, seconds: float) -> None:
-    rate = tokens / seconds if seconds > 0 else 0.0
-    note(f"{what}: {tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens per second")
+def say_rate(what: str, tokens: int, seconds: float) -> None:
+    """A line of --stats."""
+    speed = tokens / seconds if seconds > 0 else 0.0
+    say(f"{what}: {tokens} token{'s' * (tokens != 1)} in {seconds:.2f} s, {speed:.1f} tokens per second")
 
 
-def _print_machine(lm: LanguageModel) -> None:
+def say_machine(args: argparse.Namespace, lm: LanguageModel) -> None:
+    """The last lines of --stats: memory, device, model and tokenizer."""
     import torch
 
-    if lm.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(lm.device)
-    else:
+    from minigpt.network.products import format_name
+
+    peak = torch.cuda.max_memory_allocated(lm.device) if lm.device.type == "cuda" else 0
+    with suppress(ImportError):  # Windows has no such module
         import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    note(f"peak memory: {peak / 2**20:.0f} MiB\ndevice: {lm.device}, {lm.dtype}")
-
-
-def _print_json(record: dict[str, Any]) -> None:
-    print(json.dumps(record), flush=True)  # ASCII: whatever the terminal's encoding, and no odd line breaks
-
-
-class _Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived while text was coming: unwinds, so that what was written so far is kept."""
-
-
-def _raise_stopped(number: int, _: object) -> None:
-    raise _Stopped(number)
-
-
-@contextmanager
-def _on_signal(action: Callable[[int, Any], None]) -> Iterator[None]:
-    """Meanwhile, `action` answers SIGINT and SIGTERM (where signals can be handled: in the main thread).
-
-    An exception raised by a handler can get lost in the imports of large libraries, so that is not how loading ends.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
-    for number in before:
-        signal.signal(number, action)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if peak:
+        say(f"peak memory: {peak / 2**20:.0f} MiB")
+    size = sum(parameter.numel() for parameter in lm.model.parameters())
+    products = f"{torch.get_num_threads()} threads, matrix products by {format_name(lm.model.output)}"
+    say(f"device: {lm.device}, {lm.dtype}, {products}")
+    say(f"model: {size:,} parameters, loaded in {args.loaded - args.started:.2f} s")
+    say(f"tokenizer: {getattr(lm.limits.tokenizer, 'origin', 'none')}")

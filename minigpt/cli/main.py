@@ -6,83 +6,91 @@ Exit codes: 0; 1 a problem with the model, the prompt, a file or the device; 2 u
 
 from __future__ import annotations
 
-import errno
-import io
 import os
-import re
 import sys
-import warnings
-from collections.abc import Sequence
-from contextlib import suppress
-from importlib import import_module
-from typing import TYPE_CHECKING
 
-from minigpt.cli.machine import _on_signal, _Stopped, note, one_line
-from minigpt.cli.parser import make_parser
-from minigpt.errors import MiniGPTError
-
-if TYPE_CHECKING:
-    pass
+# PyTorch has no class of its own for a failed allocation on the CPU.
+_NO_ROOM = ("out of memory", "allocate memory", "not enough memory")
 
 
-class _Closed(io.TextIOBase):
-    """Standard output where the caller closed it: what would be lost is an error."""
+class Unwinding:
+    """In this context a signal raises KeyboardInterrupt: there is text to keep. Outside it ends the process at once, as
+    the imports of large libraries can lose what a handler raises."""
 
-    def write(self, text: str) -> int:
-        if text:
-            raise OSError(errno.EBADF, "it is closed", "standard output")
-        return 0
+    now = False
+
+    def __enter__(self) -> None:
+        Unwinding.now = True
+
+    def __exit__(self, *_: object) -> None:
+        Unwinding.now = False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def end_on_signals() -> None:
+    """Let Ctrl-C and SIGTERM end this process quietly from here on, unless the caller ignores them (nohup)."""
+    import _signal as signal  # type: ignore[import-not-found]  # signal itself takes longer to import
+
+    def stop(number: int, _: object) -> None:
+        if Unwinding.now or getattr(sys.modules.get("minigpt.files.hub"), "downloading", False):
+            raise KeyboardInterrupt(number)
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. Usage errors and --help raise SystemExit, as argparse does."""
-    if sys.stdout is None:
-        sys.stdout = _Closed()
-    if sys.stderr is None:  # closed: print would take standard output for it
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    import warnings
+    from importlib import import_module
+
+    from minigpt.cli.machine import note
+    from minigpt.cli.parser import parse
+
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller closed it: print would take stdout for a missing stderr
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        if hasattr(stream := getattr(sys, name), "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" in its place
-    args = make_parser().parse_args(argv)
-    # Nothing here needs numpy, and PyTorch warns where it is missing.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    args = parse(argv)
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # PyTorch's; nothing here needs it
+    shown, warnings.showwarning = warnings.showwarning, lambda message, *_: note(str(message))
     try:
-        with _on_signal(_leave):
+        try:
             import_module(f"minigpt.cli.{args.command}").run(args)
+        finally:
             print(end="", flush=True)
-        return 0
-    except _Stopped as stopped:
-        return 128 + int(stopped.args[0])
-    except BrokenPipeError:
-        # Python flushes stdout again at exit: give it somewhere to write.
-        with suppress(OSError, ValueError):
+    except BaseException as error:
+        return _ended(error)
+    finally:
+        warnings.showwarning = shown
+    return 0
+
+
+def _ended(error: BaseException) -> int:
+    """The exit code for what ended a command, and its message on stderr. What nobody expects is raised again."""
+    from contextlib import suppress
+
+    from minigpt.cli.machine import note
+    from minigpt.errors import MiniGPTError
+
+    code, message = 1, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + int((error.args or (2,))[0])
+    if isinstance(error, BrokenPipeError):
+        with suppress(OSError, ValueError):  # Python flushes stdout again at exit: give it somewhere to write
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except MiniGPTError as error:
-        return _fail(1, str(error))
-    except ValueError as error:
-        return _fail(2, str(error))
-    except MemoryError:
-        return _fail(1, "out of memory: use a smaller model or a smaller batch")
-    except ImportError as error:
-        return _fail(1, f"{error}: the installation is broken, or there is too little memory to load it")
-    except OSError as error:
-        return _fail(1, f"{error.filename or 'output'}: {error.strerror or error}")
-    except RuntimeError as error:
-        # PyTorch has no class of its own for a failed allocation on the CPU.
-        if not re.search("out of memory|allocate memory|not enough memory", str(error)):
-            raise
-        return _fail(1, "out of memory: use a smaller model or a smaller batch")
-
-
-def _fail(code: int, message: str) -> int:
-    note(f"minigpt: error: {one_line(message)}")
+    if isinstance(error, ValueError) and not isinstance(error, MiniGPTError):
+        code = 2
+    elif isinstance(error, ImportError):
+        message += ": the installation is broken, or there is too little memory to load it"
+    elif isinstance(error, OSError):
+        message = f"{error.filename or 'output'}: {error.strerror or error}"
+    elif isinstance(error, MemoryError) or any(words in message for words in _NO_ROOM):
+        message = "out of memory: use a smaller model or a smaller batch"
+    elif not isinstance(error, MiniGPTError):
+        raise error
+    note(f"error: {message}")
     return code
-
-
-def _leave(number: int, _: object) -> None:
-    """While loading there is nothing to keep; but a download unwinds, so that it removes what has come so far."""
-    hub = sys.modules.get("minigpt.hub")
-    if hub is not None and hub.downloading:
-        raise _Stopped(number)
-    os._exit(128 + number)

@@ -1,49 +1,36 @@
-"""What a command is given: the prompt, token ids, decoding options."""
+"""What a command is given: the prompt, and the options of decoding."""
 
 from __future__ import annotations
 
 import argparse
-import secrets
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from minigpt.checks import without_surrogates
+from minigpt.cli.machine import note
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import PromptError
+from minigpt.lines import utf8
+
+if TYPE_CHECKING:
+    from minigpt.language_model import LanguageModel
 
 
-def _prompt(args: argparse.Namespace) -> str:
-    """The prompt's text, from wherever the arguments say; PromptError if it is given twice, or a file is not UTF-8."""
+def read_prompt(args: argparse.Namespace) -> str | list[int]:
+    """The prompt, text or with --ids token ids, from wherever the arguments say.
+
+    Raises ValueError if it is given twice or not at all, PromptError if it cannot be read or is not UTF-8.
+    """
     given = [value for value in (args.text, args.prompt, args.file) if value is not None]
     if len(given) != 1:
         what = "the prompt is given twice" if given else "no prompt"
         raise ValueError(f"{what}: give one of PROMPT, --prompt TEXT, --file FILE, or - for standard input")
-    if args.prompt is not None:
-        return without_surrogates(args.prompt)
-    if args.file is None and args.text != "-":
-        return without_surrogates(args.text)
-    name = "standard input" if args.file in (None, "-") else args.file
-    try:
-        if name == args.file:
-            data = Path(name).read_bytes()
-        elif sys.stdin is None:
-            raise PromptError("standard input is closed")
-        else:
-            data = sys.stdin.buffer.read()
-    except OSError as error:
-        raise PromptError(f"cannot read the prompt from {name or repr(name)}: {error.strerror}") from None
-    if data is None:
-        raise PromptError("standard input has nothing to read yet, and is not one to wait for (it is non-blocking)")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}") from None
-    text = text.removeprefix("\ufeff")
-    return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
-
-
-def _parse_ids(text: str) -> list[int]:
+    file = "-" if args.text == "-" else args.file
+    text = without_surrogates(given[0]) if file is None else _read(file)
+    if not getattr(args, "ids", False):
+        return text
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
@@ -51,15 +38,38 @@ def _parse_ids(text: str) -> list[int]:
         raise PromptError(f"{wanted}, not {text[:50]!r}") from None
 
 
-def _echo(args: argparse.Namespace, text: str) -> str:
-    """What to print before the continuation."""
-    return text + " " * (args.ids and bool(text)) if args.echo else ""
+def _read(file: str) -> str:
+    """The text of a file, or of standard input for "-", without a byte-order mark and one final newline."""
+    name = "standard input" if file == "-" else file
+    if file == "-" and sys.stdin is None:
+        raise PromptError("standard input is closed")
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise PromptError(f"cannot read the prompt from {name or repr(name)}: {error.strerror}") from None
+    if data is None:
+        raise PromptError("standard input has nothing to read yet, and is not one to wait for (it is non-blocking)")
+    try:
+        text = utf8(data).removeprefix("\ufeff")
+    except ValueError as error:
+        raise PromptError(f"{name} is {error}") from None
+    return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 
 
-def _params(args: argparse.Namespace) -> SamplingParams:
-    """The decoding options as SamplingParams."""
-    if args.seed is None and args.temperature > 0 and args.input is None:
-        args.seed = secrets.randbits(32)  # chosen here, so that --stats can name it
-    given = {field.name: getattr(args, field.name) for field in fields(SamplingParams) if field.name in args}
-    given |= {"logit_bias": dict(args.logit_bias), "stop_ids": () if args.ignore_eos else None}
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of SamplingParams that are given."""
+    given = {field.name: getattr(args, field.name, None) for field in fields(SamplingParams)}
+    given |= {"logit_bias": args.logit_bias and dict(args.logit_bias), "stop_ids": () if args.ignore_eos else None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def decoding(lm: LanguageModel, given: dict[str, Any], model_defaults: bool) -> SamplingParams:
+    """The options over the model's own defaults or over the library's; a note says what the choice leaves unused."""
+    if model_defaults:
+        return replace(lm.defaults, **given)
+    plain = SamplingParams()
+    theirs = {name: value for name, value in vars(lm.defaults).items() if value != getattr(plain, name)}
+    unused = [f"{name} {value}" for name, value in theirs.items() if name not in given]
+    if unused:
+        note(f"generation_config.json sets {', '.join(unused)}: add --use-model-defaults to decode so")
     return SamplingParams(**given)

@@ -1,78 +1,61 @@
-"""TODO."""
+"""`minigpt score`: how likely the model finds a text, or each text of a file."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from array import array
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+import json
+from typing import Any
 
-from minigpt.checks import integer
-from minigpt.cli.machine import Progress
-from minigpt.errors import PromptError
-
-if TYPE_CHECKING:
-    from minigpt.language_model import LanguageModel
-    from minigpt.scoring import Score
-from minigpt.cli.machine import _load, _on_signal, _print_json, _raise_stopped
-from minigpt.cli.prompt import _parse_ids, _prompt
-from minigpt.cli.tokenize import _shown
+from minigpt.cli.machine import load
+from minigpt.cli.main import Unwinding
+from minigpt.cli.prompt import read_prompt
+from minigpt.cli.tokenize import note_special
+from minigpt.errors import MiniGPTError
+from minigpt.jobs import score_records
+from minigpt.lines import source, survey
+from minigpt.records import score_figures
 
 
 def run(args: argparse.Namespace) -> None:
-    text = _prompt(args)
-    given = _parse_ids(text) if args.ids else None
-    if args.stride is not None:
-        integer("--stride", args.stride, 1)
-    lm = _load(args)
-
-    from minigpt import scoring
-    from minigpt.decoding.sequence import encode
-
-    stride, size = args.stride, lm.config.n_positions
-    if stride is not None:
-        integer("--stride", stride, 1, size)
-    if given is None and lm.tokenizer is not None:
-        ids: Sequence[int] = lm.tokenizer.encode_long(text, special=args.special)
-    else:
-        ids = encode(lm, text if given is None else given)
-    if args.bos:
-        ids = array("i", [lm.bos_id(), *ids])
-    if len(ids) < 2:
-        raise PromptError("there is nothing to score: that takes two tokens, or one and --bos")
-    if stride is None and len(ids) > size:
-        raise PromptError(
-            f"the text has {len(ids)} tokens, but the model's context is {size}: add --stride {size // 2}"
-        )
-    keep = args.json or stride is None
-    with _on_signal(_raise_stopped), Progress(len(ids), "tokens") if len(ids) > size else nullcontext() as bar:
-
-        def show(done: int) -> None:
-            if bar:
-                bar.update(done, done)
-
-        score = scoring.evaluate(lm.model, lm.tokenizer, ids, stride, keep=keep, progress=show)
+    """Do what the arguments say."""
+    options: dict[str, Any] = {"special": args.special, "bos": args.bos, "stride": args.stride}
+    if args.input is not None:
+        _score_file(args, options)
+        return
+    text = read_prompt(args)
+    lm = load(args)
+    tokenizer = lm.limits.tokenizer
+    with Unwinding():
+        score = lm.score(text, context=args.context, **options)
+    figures = score_figures(score)
+    note_special(tokenizer, f"{args.context or ''}{text}" if isinstance(text, str) else None, score.ids)
     if args.json:
-        figures = asdict(score)
-        for name, value in figures.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                figures[name] = None  # JSON has no NaN and no infinity
-        _print_json({**figures, "model": args.model, "stride": stride})
-    else:
-        _print_score(lm, ids, score, tokens=stride is None)
+        print(json.dumps({**figures, "model": args.model, "stride": args.stride}), flush=True)
+        return
+    if args.stride is None:
+        from minigpt.interpret.terminal import label
 
-
-def _print_score(lm: LanguageModel, ids: Sequence[int], score: Score, tokens: bool) -> None:
-    """The tokens, one a line with the log-probability, if wanted; then the figures."""
-    if tokens:
-        for id, logprob in zip(ids, [None, *score.logprobs], strict=True):
-            shown = f"\t{_shown(lm.tokenizer, id)}" if lm.tokenizer else ""
-            print(f"{id}\t{'-' if logprob is None else format(logprob, '.4f')}{shown}")
+        shown = ["-"] * (len(score.ids) - len(score.logprobs)) + [f"{value:.4f}" for value in score.logprobs]
+        for id, value in zip(score.ids, shown, strict=True):
+            print(f"{id}\t{value}" + (f"\t{label(tokenizer, id)}" if tokenizer else ""))
         print()
-    print(f"tokens         {len(ids)}\ntotal          {score.total:.4f}\nmean           {score.mean:.6f}")
+    print(f"tokens         {len(score.ids)}\ntotal          {score.total:.4f}\nmean           {score.mean:.6f}")
     print(f"perplexity     {score.perplexity:.6g}")
     if score.bits_per_byte is not None:
         print(f"bits per byte  {score.bits_per_byte:.6f}")
+
+
+def _score_file(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    if any(value is not None for value in (args.text, args.prompt, args.file, args.context)) or args.ids:
+        raise ValueError("--input FILE holds the texts: it goes with no text, --context or --ids")
+    lines = source(args.input)
+    count, _ = survey(lines, "text")
+    lm, failed, plain = load(args), 0, False
+    with Unwinding():
+        for record in score_records(lm, lines, model=args.model, **options):
+            print(json.dumps(record), flush=True)
+            failed += "error" in record
+            text = f"{record.get('context') or ''}{record.get('text', '')}"
+            plain = plain or note_special(lm.limits.tokenizer, text, record.get("ids", []))
+    if failed:
+        raise MiniGPTError(f"{failed} of {count} records are errors: see standard output")

@@ -176,18 +176,22 @@ def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator | No
     return int((probabilities / _exponential(len(logits), generator)).argmax())
 
 
-def log_probabilities(logits: Tensor, id: int, k: int) -> tuple[float, list[tuple[int, float]]]:
+def best_log_probabilities(
+    logits: Tensor, id: int, k: int, without: Collection[int] = ()
+) -> tuple[float, list[tuple[int, float]]]:
     """The natural-log probability of `id` under raw logits [V], and the k best (id, log-probability), best first.
 
-    Log-softmax in float32, before any processor. Of equal ones the lower id comes first.
+    Log-softmax in float32, before any processor; the ids in `without` count for it but are not listed. Of equal ones
+    the lower id comes first.
     """
     scores = logits.float().log_softmax(-1)
-    k = min(k, len(scores))
+    k = min(k, len(scores) - len(without))
     if k == 0:
         return float(scores[id]), []
-    # topk alone breaks ties arbitrarily: take everything down to the k-th value, in the order of ids, and sort that.
-    ids = (scores >= torch.topk(scores, k).values[-1]).nonzero()[:, 0]
-    best, order = torch.sort(scores[ids], descending=True, stable=True)
+    listed = suppress(scores, without)
+    # topk alone breaks ties arbitrarily: take everything down to the k-th value, in the order of ids, and sort it.
+    ids = (listed >= torch.topk(listed, k).values[-1]).nonzero()[:, 0]
+    best, order = torch.sort(listed[ids], descending=True, stable=True)
     return float(scores[id]), list(zip(ids[order[:k]].tolist(), best[:k].tolist(), strict=True))
 
 

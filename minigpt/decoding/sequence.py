@@ -1,27 +1,19 @@
-"""One prompt being continued: the checked request, the row that draws its tokens, and what comes out."""
+"""One prompt being continued: what the model allows, the sequence that draws its tokens, and what comes out."""
 
 from __future__ import annotations
 
-import numbers
-import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from minigpt.checks import short_repr
-from minigpt.decoding.params import SamplingParams
-from minigpt.decoding.sampling import check_params, draw, log_probabilities, process
-from minigpt.errors import CheckpointError, MiniGPTError, PromptError, TokenizerError
-from minigpt.text.stream import TextStream
-
-if TYPE_CHECKING:
-    from minigpt.language_model import LanguageModel
-from minigpt.text.stream import StopText
-
-Prompt = str | Sequence[int]
+from minigpt.decoding.params import SamplingParams, fresh_seed
+from minigpt.decoding.sampling import best_log_probabilities, check_params, draw, process
+from minigpt.errors import MiniGPTError, PromptError, TokenizerError
+from minigpt.text.stream import StopText, TextStream
+from minigpt.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,9 +27,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Step:
-    """One drawn token. `text` is what can be shown now: whole characters, and nothing that may begin a stop string.
+    """One drawn token. `text` is ready to be shown: whole characters, and nothing that may begin a stop string.
 
-    finish_reason is None until the last step, which flushes what was held back: "stop", "length" or "context".
+    finish_reason is None until the last step, which flushes the text held back; then as in Completion.
     """
 
     text: str
@@ -53,14 +45,15 @@ class Completion:
     text: of the drawn tokens alone, without the end token or stop string. It begins with U+FFFD if they complete a
         character that the prompt's ids began.
     ids: every drawn token, those of the end or stop included.
-    finish_reason: "stop" (an end id or stop string), "length" (max_new_tokens) or "context" (no position left).
-    logprobs: one TokenLogprob per id, or None.      seed: what the sampling used; None for greedy without one.
+    finish_reason: "stop" (an end id or stop string), "length" (max_new_tokens), "context" (no position left) or "time"
+        (max_seconds); on one token the earlier in this list wins. None while a Stream is still running.
+    logprobs: one TokenLogprob per id, or None.      seed: of the sampling; None for greedy without one.
     """
 
     text: str
     ids: list[int]
     prompt_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None
     logprobs: list[TokenLogprob] | None
     seed: int | None
 
@@ -71,98 +64,83 @@ class Failure:
 
     error: MiniGPTError | ValueError
     started: bool = False
-    finish_reason = "error"  # as in Row: there is nothing left to do
+    finish_reason = "error"  # as in Sequence: there is nothing left to do
 
 
-Task = tuple[Prompt, SamplingParams] | Failure  # what generate_each takes
+@dataclass(frozen=True)
+class Limits:
+    """What a sequence must know of its model.
+
+    n_positions, vocab_size: of the config.     bos_id: the beginning-of-text token, if there is one.
+    end_ids: the model's own.                   undecodable_ids: rows of a padded vocabulary, never to be drawn.
+    tokenizer: None where the model takes token ids only.
+    """
+
+    n_positions: int
+    vocab_size: int
+    bos_id: int | None
+    end_ids: tuple[int, ...]
+    undecodable_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
 
 
-def is_one_prompt(prompt: Any) -> bool:
-    """A str or a list of ints is one prompt; a list of anything else, or of nothing, is many."""
-    if isinstance(prompt, str):
-        return True
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
-        raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-    return len(prompt) > 0 and isinstance(prompt[0], numbers.Integral) and not isinstance(prompt[0], bool)
+class Prompt:
+    """A prompt's checked token ids and, once they are computed, the logits [V] after them: its samples share both."""
 
-
-def encode(lm: LanguageModel, prompt: Prompt) -> list[int]:
-    """The token ids of a text or of a list of ids. Raises PromptError or TokenizerError."""
-    size = lm.config.vocab_size
-    if isinstance(prompt, str):
-        if lm.tokenizer is None:
-            raise lm.problem or TokenizerError(
-                "this model has no tokenizer: give token ids (on the command line with --ids)"
+    def __init__(self, ids: SequenceOf[int], params: SamplingParams, limits: Limits) -> None:
+        """An empty prompt starts from the beginning of a text. Raises PromptError, TokenizerError or ValueError."""
+        check_params(params, limits.vocab_size)
+        if not ids and limits.bos_id is None:
+            raise PromptError("the model has no beginning-of-text token, so the text must not be empty")
+        self.ids: list[int] = list(ids) or [limits.bos_id or 0]
+        self.logits: Tensor | None = None
+        if len(self.ids) > limits.n_positions and params.overflow == "stop":
+            raise PromptError(
+                f"the prompt has {len(self.ids)} tokens, but the model's context is {limits.n_positions}: shorten it, "
+                "or use overflow slide to keep its end"
             )
-        ids = lm.tokenizer.encode(prompt)
-    elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-        if any(isinstance(item, bool) or not isinstance(item, numbers.Integral) for item in prompt):
-            raise PromptError(f"a prompt is text or a list of token ids, not {list(prompt)[:5]!r}")
-        ids = [int(item) for item in prompt]
-    else:
-        raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-    for item in ids:
-        if not 0 <= item < size:
-            raise PromptError(f"token id {short_repr(item)} is outside the vocabulary (0 to {size - 1})")
-    return ids
+        if params.stop and limits.tokenizer is None:
+            raise TokenizerError("stop strings need a tokenizer, and this model has none: use stop_ids")
 
 
-class Request:
-    """One prompt, checked, with how to continue it: what its samples share."""
+class Sequence:
+    """One sample of a prompt being continued: its tokens, its random numbers, and the text that it may show."""
 
-    def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, index: int | None = None) -> None:
-        try:
-            check_params(params, lm.config.vocab_size)
-            self.ids = encode(lm, prompt) or [lm.bos_id()]  # an empty prompt starts from the beginning of a text
-            limit = lm.config.n_positions
-            if len(self.ids) > limit and params.overflow == "stop":
-                raise PromptError(
-                    f"the prompt has {len(self.ids)} tokens, but the model's context is {limit}: shorten it, or use "
-                    "overflow slide to keep its end"
-                )
-            if params.stop and lm.tokenizer is None:
-                raise TokenizerError("stop strings need a tokenizer, and this model has none: use stop_ids")
-        except (PromptError, TokenizerError) as error:
-            raise error if index is None else type(error)(f"prompt {index}: {error}") from None
-        self.params = params
-        self.logits: Tensor | None = None  # after the prompt, kept for its further samples
-
-
-class Row:
-    """One sequence being continued: its tokens, its random generator, and the text it may show."""
-
-    def __init__(self, lm: LanguageModel, request: Request, sample: int) -> None:
-        params = request.params
-        self.model, self.request, self.params = lm.model, request, params
-        self.history = list(request.ids)  # prompt and drawn tokens: what the processors see
-        self.limit = lm.config.n_positions
-        self.slid = False
+    def __init__(self, prompt: Prompt, params: SamplingParams, sample: int, limits: Limits) -> None:
+        self.prompt, self.params, self.limits = prompt, params, limits
+        self.history = list(prompt.ids)  # prompt and drawn tokens: the processors see them all
+        self.slid = False  # whether its beginning has left the cache
+        self.cancelled = False  # set by any thread: the loop drops it at its next step
         self.finish_reason: str | None = None if params.max_new_tokens else "length"
         self.error: MiniGPTError | None = None
         self.steps: list[Step] = []
-        self.end_ids = frozenset(lm.end_ids if params.stop_ids is None else params.stop_ids)
-        self.missing_ids = lm.missing_ids
-        self.text = TextStream(lm.tokenizer) if lm.tokenizer else None
-        self.stop = StopText(params.stop)
+        self.end_ids = frozenset(limits.end_ids if params.stop_ids is None else params.stop_ids)
+        self._text = TextStream(limits.tokenizer) if limits.tokenizer else None
+        self._stop = StopText(params.stop)
+        self._begun = time.monotonic()
         self.seed = params.seed
-        self.generator: torch.Generator | None = None
         if params.temperature > 0:
-            self.seed = secrets.randbits(32) if params.seed is None else (params.seed + sample) % 2**64
-            self.generator = torch.Generator(lm.device)
-            self.generator.manual_seed(self.seed)
+            self.seed = fresh_seed() if params.seed is None else (params.seed + sample) % 2**64
+        self._generator: torch.Generator | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing left to draw."""
+        return self.finish_reason is not None or self.cancelled
 
     @property
     def max_len(self) -> int:
-        """The tokens this row can need in the cache: the last one drawn is never fed."""
-        return min(len(self.history) + self.params.max_new_tokens - 1, self.limit)
+        """The tokens that it can need in the cache: the last one drawn is never fed."""
+        return min(len(self.history) + self.params.max_new_tokens - 1, self.limits.n_positions)
 
     @property
     def context(self) -> list[int]:
         """The tokens to prefill: the whole history, or its end (half a context) once it no longer fits."""
-        return self.history if len(self.history) <= self.limit else self.history[-max(self.limit // 2, 1) :]
+        size = self.limits.n_positions
+        return self.history if len(self.history) <= size else self.history[-max(size // 2, 1) :]
 
     def accept(self, logits: Tensor) -> Step | None:
-        """Draw a token from the logits [V]. None if that fails: this row then ends, with `error` set, and only this."""
+        """Draw a token from the logits [V]. None if that fails: this sequence ends, with `error` set, and only this."""
         try:
             return self._draw(logits)
         except MiniGPTError as error:
@@ -171,41 +149,46 @@ class Row:
 
     @torch.inference_mode()
     def _draw(self, logits: Tensor) -> Step:
-        """Draw a token from the logits [V] and work out what it shows and whether it is the last."""
-        params, drawn = self.params, len(self.steps)
-        try:
-            scores = process(logits, self.history, drawn, params, self.end_ids, self.missing_ids)
-        except CheckpointError as error:
-            damaged = [name for name, weight in self.model.named_parameters() if not weight.isfinite().all()]
-            raise CheckpointError(f"{error}{f'; not finite: {damaged[0]}' if damaged else ''}") from None
-        id = draw(scores, params, self.generator)
+        """Draw a token from the logits [V]; work out the text that it shows, and whether it is the last."""
+        params, barred = self.params, self.limits.undecodable_ids
+        scores = process(logits, self.history, len(self.steps), params, self.end_ids, barred)
+        if params.temperature > 0 and self._generator is None:
+            self._generator = torch.Generator(logits.device).manual_seed(self.seed or 0)
+        id = draw(scores, params, self._generator)
         logprob = None
         if params.logprobs is not None:
-            logprob = TokenLogprob(id, *log_probabilities(logits, id, params.logprobs))
+            logprob = TokenLogprob(id, *best_log_probabilities(logits, id, params.logprobs, barred))
         self.history.append(id)
         ended = id in self.end_ids
-        shown = "" if ended or self.text is None else self.stop.push(self.text.push(id))
-        if ended or self.stop.found:
-            self.finish_reason = "stop"
-        elif drawn + 1 == params.max_new_tokens:
-            self.finish_reason = "length"
-        elif len(self.history) > self.limit and params.overflow == "stop":
-            self.finish_reason = "context"
-        if self.finish_reason and self.text is not None:
-            shown += self.stop.push(self.text.flush()) + self.stop.flush()
-            if self.stop.found:
+        shown = "" if ended or self._text is None else self._stop.push(self._text.push(id))
+        self.finish_reason = self._reason(ended)
+        if self.finish_reason and self._text is not None:
+            shown += self._stop.push(self._text.flush()) + self._stop.flush()
+            if self._stop.found:
                 self.finish_reason = "stop"
         step = Step(shown, id, logprob, self.finish_reason)
         self.steps.append(step)
         return step
 
+    def _reason(self, ended: bool) -> str | None:
+        """Why the token just drawn is the last, the first reason that holds; None if it is not the last."""
+        params = self.params
+        if ended or self._stop.found:
+            return "stop"
+        if len(self.steps) + 1 == params.max_new_tokens:
+            return "length"
+        if len(self.history) > self.limits.n_positions and params.overflow == "stop":
+            return "context"
+        late = params.max_seconds is not None and time.monotonic() - self._begun >= params.max_seconds
+        return "time" if late else None
+
     def completion(self) -> Completion:
-        """What `generate` returns for this row."""
+        """What is drawn so far."""
         return Completion(
             text="".join(step.text for step in self.steps),
             ids=[step.id for step in self.steps],
-            prompt_ids=list(self.request.ids),
-            finish_reason=self.finish_reason or "length",
+            prompt_ids=list(self.prompt.ids),
+            finish_reason=self.finish_reason,
             logprobs=None if self.params.logprobs is None else [step.logprob for step in self.steps if step.logprob],
             seed=self.seed,
         )

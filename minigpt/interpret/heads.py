@@ -1,173 +1,185 @@
-"""Looking inside: attention patterns, what kinds of heads there are, what each is worth, and the lens. Numbers only.
+"""Looking inside a model: patterns, roles of heads, what a head is worth, the lens. Numbers only.
 
-Shapes: L blocks, H heads, T tokens, E embed_dim, V vocabulary. A pattern's row p is how much the token at position p
-attends to each position q <= p; it sums to 1.
+Shapes: L blocks, H heads, T tokens, E embed_dim, V vocabulary. Row p of a pattern is how much the
+token at position p attends to each position q <= p; it sums to 1.
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minigpt import scoring
 from minigpt.errors import CheckpointError, PromptError
 from minigpt.network.config import GPT2Config
+from minigpt.network.linear import Linear
 from minigpt.network.model import GPT2, Record, undisturbed
+from minigpt.network.products import Packed
+
+Head = tuple[int, int]  # layer, head
 
 
-def patterns(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]] = ()) -> Tensor:
-    """The attention weights of every head, [L,H,T,T] float32 on the CPU: [layer, head, p, q] is p's weight on q.
-
-    ablate: (layer, head) pairs whose output is zeroed before W_O. Their own weights stay; what comes after changes.
-    Raises PromptError for fewer than two tokens (there would be nothing to see) or more than the model's context, and
-    CheckpointError for weights that are not finite.
-    """
-    if len(ids) < 2:
-        raise PromptError(
-            f"the text has {len(ids)} token{'s' * (not ids)}: attention needs at least two to choose from"
-        )
-    _check_length(model, ids)
-    record = Record()
-    L, H, T = model.config.n_layer, model.config.n_head, len(ids)
-    with undisturbed(model):
-        model.hidden(torch.tensor([list(ids)], device=model.wte.weight.device), record=record, ablate=ablate)
-        weights = torch.empty(L, H, T, T)
-        for layer in reversed(range(L)):
-            weights[layer] = record.attentions.pop()[0]  # one at a time, so that they are never all here twice
-    if not weights.sum().isfinite():  # weights are at least 0: nothing cancels
-        raise CheckpointError("the attention weights hold NaN or infinity: the model's weights are damaged")
-    return weights
-
-
-def named_heads(config: GPT2Config, names: Iterable[str]) -> list[tuple[int, int]]:
+def named_heads(config: GPT2Config, names: Iterable[str]) -> list[Head]:
     """Heads named "layer.head" as pairs; ValueError for a name that the model does not have."""
-    heads = []
+    last, heads = f"{config.n_layer - 1}.{config.n_head - 1}", []
     for name in [names] if isinstance(names, str) else names:
         match = re.fullmatch(r"(\d+)\.(\d+)", name) if isinstance(name, str) else None  # 4.10 is not "4.10"
         if not match or int(match[1]) >= config.n_layer or int(match[2]) >= config.n_head:
-            last = f"{config.n_layer - 1}.{config.n_head - 1}"
             raise ValueError(f"ablate names heads as layer.head, from 0.0 to {last}, not {name!r}")
         heads.append((int(match[1]), int(match[2])))
     return heads
 
 
-def _check_length(model: GPT2, ids: Sequence[int]) -> None:
+def without_heads(model: GPT2, heads: Iterable[Head]) -> GPT2:
+    """The model with heads switched off: their columns of W_O are zero.
+
+    It shares every tensor and every packed product with `model`, but for W_O of those layers: a
+    change within a shared weight is seen in both. It has the hooks that `model` has now.
+    Raises ValueError where a head does not exist, or a method or W_O was replaced.
+    """
+    ablated: GPT2 = _sharing(model)
+    for layer, head in heads:
+        if not (0 <= layer < model.config.n_layer and 0 <= head < model.config.n_head):
+            raise ValueError(f"the model has no head {layer}.{head}")
+        W_O = ablated.get_submodule(f"h.{layer}.attn.c_proj")
+        if type(W_O) is not Linear:
+            raise ValueError(f"no head can be switched off: W_O of block {layer} is {type(W_O).__name__} now")
+        with torch.inference_mode(False), torch.no_grad():
+            if W_O.weight is model.get_parameter(f"h.{layer}.attn.c_proj.weight"):
+                W_O.weight = nn.Parameter(W_O.weight.clone(), W_O.weight.requires_grad)
+                W_O.packed = Packed(W_O.packed.dtype) if W_O.packed else None
+            W_O.weight.view(len(W_O.weight), model.config.n_head, -1)[:, head] = 0  # (E, H*D) -> (E, H, D)
+    return ablated
+
+
+def _sharing(module: Any) -> Any:
+    """A copy of the module and of those in it, with the same tensors, products and hooks."""
+    replaced = [name for name in vars(module) if callable(getattr(type(module), name, None))]
+    if replaced:  # it may be bound to the original, and so to the original's W_O
+        raise ValueError(f"no head can be switched off: {type(module).__name__}.{replaced[0]} was replaced")
+    shared = copy.copy(module)
+    vars(shared).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
+    for name, child in module.named_children():
+        shared.add_module(name, _sharing(child))
+    return shared
+
+
+def _batch(model: GPT2, ids: Sequence[int], least: int, too_few: str) -> Tensor:
+    """The ids on the model's device, [1,T]; PromptError for too few or more than the context."""
+    if len(ids) < least:
+        found = "is empty" if least == 1 else f"has {len(ids)} token{'s' * (not ids)}"
+        raise PromptError(f"the text {found}: {too_few}")
     if len(ids) > model.config.n_positions:
         raise PromptError(f"the text has {len(ids)} tokens, but the model's context is {model.config.n_positions}")
+    return torch.tensor([list(ids)], device=model.wte.weight.device)
+
+
+def patterns(model: GPT2, ids: Sequence[int]) -> Tensor:
+    """The attention weights of every head, [L,H,T,T] float32 on the CPU: [..., p, q] is p's on q.
+
+    Raises PromptError for fewer than two tokens or more than the context, CheckpointError for NaN.
+    """
+    L, H, T, record = model.config.n_layer, model.config.n_head, len(ids), Record()
+    with undisturbed(model):
+        model.hidden(_batch(model, ids, 2, "attention needs at least two to choose from"), record=record)
+        weights = torch.empty(L, H, T, T, dtype=torch.float32, device="cpu")
+        for layer in reversed(range(L)):  # one at a time, so that they are never all here twice
+            weights[layer] = record.attentions.pop()[0]
+    if not weights.sum().isfinite():  # weights are at least 0: nothing cancels
+        raise CheckpointError("the attention weights hold NaN or infinity: the model's weights are damaged")
+    return weights
 
 
 def role_targets(ids: Sequence[int]) -> dict[str, Tensor]:
-    """For each role, the positions that such a head attends to: [T,T] bool, True at [p, q] if p should look at q.
+    """For each role, where such a head looks: [T,T] bool, True if position p should attend to q.
 
     previous: q = p - 1.    current: q = p.    first: q = 0, the attention sink.
-    duplicate: any earlier q with the same token as p.
-    induction: any q < p that follows an earlier occurrence of p's token: what came next the last time.
+    duplicate: any earlier q with p's token.    induction: any q < p that follows such a one.
     The row p = 0 has no choice, so it counts for no role.
     """
-    tokens = torch.tensor(list(ids))
-    T = len(tokens)
-    before = torch.ones(T, T, dtype=torch.bool).tril(-1)  # q < p
-    same = (tokens[:, None] == tokens) & before
-    first = torch.zeros(T, T, dtype=torch.bool)
-    first[1:, 0] = True
-    current = torch.eye(T, dtype=torch.bool)
-    current[0, 0] = False
-    previous = before & ~before.tril(-2)
+    tokens = torch.tensor(list(ids), dtype=torch.long, device="cpu")
+    q = torch.arange(len(tokens), device="cpu")
+    p = q[:, None]
+    same = (tokens[:, None] == tokens) & (q < p)
     return {
-        "previous": previous,
-        "current": current,
-        "first": first,
+        "previous": q == p - 1,
+        "current": (q == p) & (p > 0),
+        "first": (q == 0) & (p > 0),
         "duplicate": same,
-        "induction": F.pad(same, (1, 0))[:, :-1] & before,  # same[p, q - 1]
+        "induction": F.pad(same, (1, 0))[:, :-1] & (q < p),  # same[p, q - 1]
     }
 
 
 def head_roles(weights: Tensor, ids: Sequence[int]) -> dict[str, Tensor]:
-    """How much each head plays each role: attention weights [L,H,T,T] and their token ids -> {role: [L,H]}, 0 to 1.
+    """How much each head plays each role: weights [L,H,T,T] and their ids -> {role: [L,H]}, 0 to 1.
 
-        score = mean over the rows p that have a target of (sum over p's targets q of A[p, q])
-
-    with the targets of `role_targets`. A role without any target in this text scores NaN: duplicate and induction
-    need a token that comes again.
-
-    Sources. previous, current and first are the detectors of ARENA (https://github.com/callummcdougall/ARENA_3.0,
-    chapter 1.2), here without row 0. duplicate: Wang et al., https://arxiv.org/abs/2211.00593. induction: the prefix
-    matching score of Olsson et al., https://arxiv.org/abs/2209.11895. On a random sequence that comes twice they are
-    the mean diagonals of TransformerLens' Exploratory_Analysis_Demo, whose induction diagonal starts one row earlier.
+    A score is the mean, over the rows that have `role_targets`, of the weight on them; else NaN.
+    Sources. previous, current, first: https://github.com/callummcdougall/ARENA_3.0, chapter 1.2, here
+    without row 0. duplicate: https://arxiv.org/abs/2211.00593. induction: the prefix matching score
+    of https://arxiv.org/abs/2209.11895. On a random sequence that comes twice they are the diagonals
+    of TransformerLens' Exploratory_Analysis_Demo, whose induction diagonal starts one row earlier.
     """
-    scores = {}
-    for role, target in role_targets(ids).items():
-        rows = target.any(-1).sum()
-        # (L, H, T*T) @ (T*T) -> (L, H); 0 / 0 is NaN
-        scores[role] = weights.flatten(2) @ target.flatten().to(weights.dtype) / rows
-    return scores
+    return {  # (L, H, T*T) @ (T*T) -> (L, H); 0 / 0 is NaN
+        role: weights.flatten(2) @ target.flatten().to(weights) / target.any(-1).sum()
+        for role, target in role_targets(ids).items()
+    }
 
 
 def repeated_random(candidates: Sequence[int], n_positions: int, seed: int = 0) -> list[int]:
-    """Up to 100 different ids drawn at random from `candidates`, twice in a row: text that nobody has learned.
+    """Up to 100 different ids drawn from `candidates`, twice: a text that nobody has learned.
 
-    Whatever a head does in the second half it does by looking back. The global random state is not touched.
-    Raises PromptError if the context or the candidates leave no room for two tokens twice.
+    Raises PromptError where there is no room for two tokens twice.
     """
     length = min(100, n_positions // 2, len(candidates))
     if length < 2:
         raise PromptError("a repeated random sequence needs two tokens and a context of at least four")
-    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))[:length]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    order = torch.randperm(len(candidates), generator=generator, device="cpu")[:length]
     return [candidates[at] for at in order.tolist()] * 2
 
 
-def ablation_losses(
-    model: GPT2, ids: Sequence[int], heads: Iterable[tuple[int, int]], ablate: Collection[tuple[int, int]] = ()
-) -> Iterator[tuple[int, int, float]]:
-    """What heads are worth: (layer, head, increase of the text's mean loss in nats when it is ablated).
+def ablation_losses(model: GPT2, ids: Sequence[int], heads: Iterable[Head]) -> Iterator[tuple[int, int, float]]:
+    """What heads are worth: (layer, head, how much the text's mean loss in nats rises without it).
 
-    heads: (layer, head) pairs, each one forward pass and yielded when that is done.
-    ablate: heads that are off all the while.
     Raises PromptError, at the first one, for fewer than two tokens or more than the context.
     """
-    if len(ids) < 2:
-        raise PromptError(f"the text has {len(ids)} token{'s' * (not ids)}: there is no loss with fewer than two")
-    _check_length(model, ids)
+    _batch(model, ids, 2, "there is no loss with fewer than two")
 
-    def loss(*without: tuple[int, int]) -> float:
+    def loss(model: GPT2) -> float:
         with undisturbed(model):  # not around the loop: between two heads the caller's own settings hold
-            _, logprobs = scoring.log_probabilities(model, list(ids), ablate=[*ablate, *without])
-        return -sum(logprobs) / len(logprobs)
+            return -sum(scoring.log_probabilities(model, ids)) / (len(ids) - 1)
 
-    plain = loss()
+    plain = loss(model)
     for layer, head in heads:
-        yield layer, head, loss((layer, head)) - plain
+        yield layer, head, loss(without_heads(model, [(layer, head)])) - plain
 
 
-@dataclass(frozen=True)
-class Lens:
-    """The residual stream from block to block: stage 0 is the embeddings, stage n what block n - 1 leaves.
+class Lens(NamedTuple):
+    """The residual stream from block to block: stage 0 is the embeddings, n what block n - 1 leaves.
 
     norms: Euclidean length at every position, [L+1, T].
-    logits: what the head would predict after the last token from each stage, [L+1, V]; the last are the model's own.
+    logits: what the head predicts after the last token, [L+1, V]; the last are the model's own.
     """
 
     norms: Tensor
     logits: Tensor
 
 
-def lens(model: GPT2, ids: Sequence[int], ablate: Collection[tuple[int, int]] = ()) -> Lens:
-    """Each stage's residual x as a prediction: head(ln_f(x)), in float32 on the CPU.
+def lens(model: GPT2, ids: Sequence[int]) -> Lens:
+    """Each stage's residual x as a prediction, head(ln_f(x)), in float32 on the CPU.
 
-    Source: the logit lens, https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens.
+    Source: https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens.
     Raises PromptError for an empty text, or more tokens than the model's context.
     """
-    if not ids:
-        raise PromptError("the text is empty: the lens needs at least one token")
-    _check_length(model, ids)
-    record = Record(weights=False)
+    batch, record = _batch(model, ids, 1, "the lens needs at least one token"), Record(weights=False)
     with undisturbed(model):
-        model.hidden(torch.tensor([list(ids)], device=model.wte.weight.device), record=record, ablate=ablate)
+        model.hidden(batch, record=record)
         residuals = torch.cat(record.residuals)  # (L+1, T, E)
         logits = model.head(model.ln_f(residuals[:, -1]))
         return Lens(residuals.float().norm(dim=-1).cpu(), logits.float().cpu())

@@ -1,4 +1,4 @@
-"""TODO."""
+"""What heads.py finds as one page for a browser. Shapes are named as there."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minigpt.errors import PromptError
+from minigpt.errors import MiniGPTError, PromptError
 
 if TYPE_CHECKING:
     from minigpt.text.tokenizer import Tokenizer
 
-
 PAGE_LIMIT = 50 * 10**6  # bytes: browsers open more, but no longer at once
-
-
 _STEPS = 65535  # a weight is a 16-bit number in the page: off by at most 0.5 / 65535 = 7.6e-6
+
+
+def shipped(name: str) -> str:
+    """A text file of the package's data; MiniGPTError where the installation lacks it."""
+    try:
+        return (files("minigpt") / "data" / name).read_text(encoding="utf-8")
+    except (OSError, KeyError) as error:  # KeyError: from a zip, in some versions of Python
+        raise MiniGPTError(f"the installation lacks its data/{name}: install minigpt again") from error
 
 
 def pieces(tokenizer: Tokenizer | None, id: int) -> list[str]:
@@ -77,7 +82,7 @@ def page(
     layers = range(L) if layers is None else layers
     heads = range(H) if heads is None else heads
     check_page(T, len(layers) * len(heads))
-    rows, columns = torch.tril_indices(T, T)
+    rows, columns = torch.tril_indices(T, T, device=weights.device)
     encoded = []
     for layer in layers:
         # (heads, T, T) -> the lower triangles, row by row, as little-endian 16-bit numbers
@@ -96,5 +101,4 @@ def page(
     data = {"model": model, "tokens": tokens, "layers": list(layers), "heads": list(heads), "maps": maps}
     text = json.dumps({**data, "ablated": list(ablated), "weights": encoded})
     # Inside <script>, the only thing that can end or change the data is a "<".
-    template = (files("minigpt") / "data" / "attention.html").read_text(encoding="utf-8")
-    return template.replace("__DATA__", text.replace("<", "\\u003c"))
+    return shipped("attention.html").replace("__DATA__", text.replace("<", "\\u003c"))

@@ -1,8 +1,4 @@
-"""What minigpt.attention finds, made visible: lines for a terminal, records for programs, one page for a browser.
-
-Everything here returns text, but for `report`, the `attention` command: it also writes the page that --html asks for,
-and shows a bar on stderr while it ranks. Tensors are named and shaped as in heads.py.
-"""
+"""What heads.py finds as lines for a terminal and records for programs. Shapes are named as there."""
 
 from __future__ import annotations
 
@@ -13,17 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from torch import Tensor
-
-from minigpt.interpret.heads import Lens
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minigpt.interpret.heads import Lens
     from minigpt.text.tokenizer import Tokenizer
 
-
 _SHADES = {True: " ░▒▓█", False: " .:*#"}
-
-
 _RAMP = (235, 53, 89, 125, 161, 167, 203, 209, 215, 222, 230)  # of the 256-colour palette, dark to bright
 
 
@@ -47,28 +39,30 @@ class Screen:
 
 
 def label(tokenizer: Tokenizer | None, id: int) -> str:
-    """A token on a line of its own: a quoted string, or quoted bytes if it is part of a character, or #id."""
+    """A token for the eye: a quoted string, quoted bytes if it is part of a character, or #id."""
     if tokenizer is None or id not in tokenizer:
         return f"#{id}"
     data = tokenizer.token_bytes(id)
-    try:
-        return repr(data.decode("utf-8"))
-    except UnicodeDecodeError:
-        return repr(data)
+    text = data.decode("utf-8", "replace")
+    return repr(text if text.encode() == data else data)
+
+
+def token_record(tokenizer: Tokenizer | None, id: int) -> dict[str, Any]:
+    """A token as JSON: id, text (U+FFFD for what is no character) and bytes; None for an unknown one's."""
+    if tokenizer is None or id not in tokenizer:
+        return {"id": id, "token": None, "bytes": None}
+    data = tokenizer.token_bytes(id)
+    return {"id": id, "token": data.decode("utf-8", "replace"), "bytes": list(data)}
 
 
 def layer_lines(weights: Tensor, labels: Sequence[str], layer: int, screen: Screen) -> Iterator[str]:
-    """One line a head: what the last token attends to, as a shaded strip and the three largest weights.
+    """One line a head: what the last token attends to, as a strip of shades and the three largest.
 
-    The strip is left out, for the whole layer, where a line with it would not fit the screen.
+    The whole layer has no strips where a line with one would not fit the screen.
     """
-    T = len(labels)
-    headings = (
-        f"layer {layer}: what the last of {T} tokens, {labels[-1]}, attends to",
-        f"layer {layer}: what {labels[-1]} attends to",
-        f"layer {layer}",
-    )
-    yield next((heading for heading in headings if len(heading) <= screen.width), headings[-1])
+    T, text, short = len(labels), labels[-1], f"layer {layer}"
+    headings = (f"{short}: what the last of {T} tokens, {text}, attends to", f"{short}: what {text} attends to")
+    yield next((heading for heading in headings if len(heading) <= screen.width), short)
     last = weights[layer, :, -1]  # (H, T)
     found = last.topk(min(3, T))
     tops = [
@@ -82,7 +76,7 @@ def layer_lines(weights: Tensor, labels: Sequence[str], layer: int, screen: Scre
 
 
 def head_lines(weights: Tensor, labels: Sequence[str], layer: int, head: int, screen: Screen) -> Iterator[str]:
-    """One head: the last token's weight on every token, and the whole matrix where the screen has room for it."""
+    """One head: the last token's weight on every token, and the whole matrix where the screen has room."""
     pattern = weights[layer, head]
     last = pattern[-1]
     top = int(last.argmax())
@@ -97,24 +91,24 @@ def head_lines(weights: Tensor, labels: Sequence[str], layer: int, head: int, sc
 
 def _cells(row: Sequence[float], screen: Screen, wide: int) -> str:
     """A row of weights as shaded cells of `wide` characters; the shade is that of the weight's square root."""
+    scale = _RAMP if screen.colour else _SHADES[screen.blocks]
+    shades = [scale[min(int(math.sqrt(weight) * len(scale)), len(scale) - 1)] for weight in row]
     if screen.colour:
-        colours = [_RAMP[min(int(math.sqrt(weight) * len(_RAMP)), len(_RAMP) - 1)] for weight in row]
-        return "".join(f"\x1b[48;5;{colour}m{' ' * wide}" for colour in colours) + "\x1b[0m"
-    shades = _SHADES[screen.blocks]
-    return "".join(shades[min(int(math.sqrt(weight) * len(shades)), len(shades) - 1)] * wide for weight in row)
+        return "".join(f"\x1b[48;5;{shade}m{' ' * wide}" for shade in shades) + "\x1b[0m"
+    return "".join(f"{shade}" * wide for shade in shades)
 
 
 def head_records(
-    weights: Tensor, ids: Sequence[int], labels: Sequence[str], layers: Sequence[int], heads: Sequence[int]
+    weights: Tensor, ids: Sequence[int], tokenizer: Tokenizer | None, pairs: Sequence[tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """One record a head: the token that the last one attends to most, and the matrix."""
-    for layer in layers:
-        for head in heads:
-            pattern = weights[layer, head]
-            at = int(pattern[-1].argmax())
-            top = {"position": at, "token": labels[at], "weight": float(pattern[-1, at])}
-            record = {"layer": layer, "head": head, "ids": list(ids), "tokens": list(labels), "top": top}
-            yield {**record, "weights": pattern.tolist()}
+    """One record for each (layer, head): the token that the last one attends to most, and the matrix."""
+    tokens = [token_record(tokenizer, id) for id in ids]
+    for layer, head in pairs:
+        pattern = weights[layer, head]
+        at = int(pattern[-1].argmax())
+        top = {"position": at, **tokens[at], "weight": float(pattern[-1, at])}
+        record = {"layer": layer, "head": head, "ids": list(ids), "tokens": tokens, "top": top}
+        yield {**record, "weights": pattern.tolist()}
 
 
 def role_records(roles: Mapping[str, Tensor], pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -147,7 +141,7 @@ def lens_records(found: Lens, tokenizer: Tokenizer | None, top: int = 5) -> Iter
     values, ids = probabilities.topk(min(top, probabilities.shape[-1]))
     for stage, norms in enumerate(found.norms.tolist()):
         predicted = [
-            {"id": id, "token": label(tokenizer, id), "probability": value, "logit": float(found.logits[stage, id])}
+            {**token_record(tokenizer, id), "probability": value, "logit": float(found.logits[stage, id])}
             for value, id in zip(values[stage].tolist(), ids[stage].tolist(), strict=True)
         ]
         yield {"stage": f"block {stage - 1}" if stage else "embeddings", "norms": norms, "top": predicted}
@@ -157,12 +151,12 @@ def lens_lines(found: Lens, tokenizer: Tokenizer | None) -> Iterator[str]:
     """A line a stage: the norm at the first position (often a sink) and at the last, and the likeliest next tokens."""
     yield f"  {'after':<10}  {'norm at 0':>9}  {'at the last':>11}  predicts"
     for record in lens_records(found, tokenizer):
-        best = "  ".join(f"{one['token']} {one['probability']:.3f}" for one in record["top"])
+        best = "  ".join(f"{label(tokenizer, one['id'])} {one['probability']:.3f}" for one in record["top"])
         yield f"  {record['stage']:<10}  {record['norms'][0]:>9.1f}  {record['norms'][-1]:>11.1f}  {best}"
 
 
 def loss_lines(losses: Sequence[tuple[int, int, float]]) -> Iterator[str]:
-    """Heads by what the text's mean loss rises by without them, in the order given."""
+    """Heads, in the order given, with the rise of the text's mean loss without them."""
     yield "  head   loss without it, in nats a token"
     for layer, head, increase in losses:
         yield f"  {layer:>2}.{head:<2}  {increase:>+15.4f}"

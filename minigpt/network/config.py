@@ -1,4 +1,4 @@
-"""The two things a user configures: the model's shape (GPT2Config), how to decode (SamplingParams). No torch here."""
+"""GPT2Config: the shape of a model, checked. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from minigpt.checks import integer, number
 
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu", "tanh")
 
-
 # Hugging Face accepts these names for the same fields (GPT2Config.attribute_map).
 _ALIASES = {
     "hidden_size": "n_embd",
@@ -20,15 +19,11 @@ _ALIASES = {
     "num_hidden_layers": "n_layer",
 }
 
-
 # Settings that change the numbers and that this engine does not implement.
 _REFUSED = ("add_cross_attention", "pruned_heads", "quantization_config")
+_FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "tie_word_embeddings")
 
-
-# The largest size that a config may give: a larger one is a slip, not a model.
-_MAX_SIZE = 2**31 - 1
-
-
+_MAX_SIZE = 2**31 - 1  # the largest size that a config may give: a larger one is a slip, not a model
 _MAX_POSITIONS = 2**14  # the causal mask has n_positions^2 bytes, and twice that while it is made: 512 MiB here
 
 
@@ -68,12 +63,7 @@ class GPT2Config:
             self._set(name, number(name, getattr(self, name), 0, 1))
         self._set("initializer_range", number("initializer_range", self.initializer_range, 0))
         self._set("layer_norm_epsilon", number("layer_norm_epsilon", self.layer_norm_epsilon, 0))
-        for name in (
-            "scale_attn_weights",
-            "scale_attn_by_inverse_layer_idx",
-            "reorder_and_upcast_attn",
-            "tie_word_embeddings",
-        ):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.activation_function not in ACTIVATIONS:

@@ -1,19 +1,15 @@
-"""TODO."""
+"""Where a model runs and in what format, and how many CPUs there are for it."""
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from minigpt.errors import DeviceError
-
-if TYPE_CHECKING:
-    pass
 
 
 def find_device(device: str | torch.device) -> torch.device:
@@ -55,23 +51,32 @@ def _tf32_enabled() -> bool:
     return bool(matmul.allow_tf32) if precision in (None, "none") else precision == "tf32"
 
 
-def _usable_threads() -> int:
-    """PyTorch's own choice, but no more than the container's CPUs."""
-    import torch
+def usable_cpus() -> int:
+    """The threads that pay: PyTorch's own choice, but no more than the process's cgroups let run at once.
 
-    return min(torch.get_num_threads(), _container_cpus())
-
-
-def _container_cpus(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many CPUs the process's container may keep busy: with more threads than that, all of them wait by turns.
-
-    PyTorch knows the affinity of the process, not this limit: cpu.max of cgroup 2, two files of cgroup 1.
+    PyTorch knows the affinity of the process, not this limit: with more threads, all of them wait by turns.
     """
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            quota, period = " ".join((groups / name).read_text() for name in names).split()
-            if int(quota) > 0:
-                return max(1, int(quota) // int(period))
-        except (OSError, ValueError):  # no such file; "max": no limit
+    return max(1, min([torch.get_num_threads(), *cpu_limits()]))
+
+
+def cpu_limits(root: Path = Path("/")) -> Iterator[int]:
+    """The CPU limit of the process's own cgroup and of each above it: of cgroup 2 (cpu.max) and of cgroup 1."""
+    mounts = root / "sys/fs/cgroup"
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:  # not Linux
+        groups = []
+    groups += [["", "", "/"], ["", "cpu", "/"]]  # a container may see its own group as the root, under another name
+    for _, controllers, group in groups:
+        if controllers and "cpu" not in controllers.split(","):
             continue
-    return os.cpu_count() or 1
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        for mount in {mounts, mounts / "unified"} if not controllers else {mounts / "cpu", mounts / controllers}:
+            path = mount / group.strip("/")
+            for folder in (path, *path.parents[: len(path.parts) - len(mount.parts)]):
+                try:
+                    quota, period = " ".join((folder / name).read_text() for name in names).split()
+                    if int(quota) > 0:
+                        yield int(quota) // int(period)
+                except (OSError, ValueError):  # no such group; "max": no limit
+                    continue

@@ -1,18 +1,27 @@
-"""TODO."""
+"""The layers of model.py: torch.nn's, but for their speed on a CPU. products.py has the products."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minigpt.network.products import FORMATS, IN_PLACE, Packed, Plain, chosen
+from minigpt.network.products import Packed, learns, product_of
+
+# GPT-2 was trained with the tanh approximation of GELU (https://arxiv.org/abs/1606.08415): configs call it gelu_new.
+_gelu_new = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu_new": _gelu_new, "gelu_pytorch_tanh": _gelu_new}
+ACTIVATIONS |= {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
 
 
 class Linear(nn.Linear):
     """torch.nn.Linear, fast on a CPU: [...,in_features] -> [...,out_features]."""
 
     packed: Packed | None = None
+    __call__: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + b."""
@@ -38,6 +47,8 @@ class Embedding(nn.Embedding):
 class Dropout(nn.Dropout):
     """torch.nn.Dropout, but for its time in eval: 25 calls a token took 1 % of it."""
 
+    __call__: Callable[..., Tensor]
+
     def forward(self, x: Tensor) -> Tensor:
         """Zeroes some of x in training."""
         return super().forward(x) if self.training else x
@@ -45,15 +56,10 @@ class Dropout(nn.Dropout):
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | None = None) -> Tensor:
     """x W^T + b, [...,in] -> [...,out], as fast as it goes."""
-    learns = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
-    if learns or not (x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu):
+    if packed and learns(weight):
+        packed.forget()
+    records = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
+    if records or not (x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu):
         return F.linear(x, weight, bias)
-    product = packed.of(weight) if packed else chosen(IN_PLACE)(weight)
+    product = product_of(weight, packed)
     return product(x, bias) if x.dim() > 1 else product(x[None], bias)[0]
-
-
-def describe(layer: Linear | Embedding) -> str:
-    """How the layer's products are made, for -v."""
-    if not layer.weight.is_cpu:
-        return Plain.name
-    return (chosen(FORMATS[layer.packed.dtype]) if layer.packed else chosen(IN_PLACE)).name

@@ -10,21 +10,25 @@ On the CPU, checkpoint.py gives each weight a `Packed`: a copy in one of these f
     float16   half the bytes; FBGEMM widens each weight as it reads it; activations and sums are float32.
     int8      a quarter; a scale for each output and, found as it comes, for each row of input, which stay independent.
 
-The parameters themselves stay what the checkpoint says, in float32, to be looked at, saved and changed: a change is
-seen (but for one through `.data`), and the weight is packed again. PyTorch does not promise these operators. Each is
-tried once; where one is missing or wrong, a slower way gives the same numbers.
+The parameters stay as the checkpoint has them, in float32, to be looked at, saved and changed. A weight that learns
+(it has requires_grad, or a gradient) is never packed: fused optimizers write into it and count nothing. Every other
+write that PyTorch counts is seen at the next product, and the weight is packed again. Nobody counts a write through
+`.data`, numpy or C into a weight that does not learn: `forget` is for those.
+
+PyTorch does not promise these operators. Each is tried once; where one is missing or wrong, a slower way gives the same
+numbers.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minigpt.errors import CheckpointError
 
@@ -32,7 +36,7 @@ from minigpt.errors import CheckpointError
 class Product:
     """A weight [out,in] in some format. Called with x [...,in], of two dimensions or more, and a bias [out] or None."""
 
-    name = "PyTorch"  # for -v
+    name = "PyTorch"  # for --stats
 
     def __init__(self, weight: Tensor) -> None:
         self.weight: Any = weight
@@ -115,6 +119,14 @@ class PlainFloat16(Float16):
         return F.linear(x, self.weight.float(), bias)
 
 
+# torch.quantize_per_channel, but for its warning that quantized tensors will go (without them, PlainInt8 takes over).
+# A warning from C++ belongs to the module of the function that called, and Python gives none for one without a name.
+# Filters stay as they are: they are the whole process's, and threads that change and restore them lose some.
+_quantize: Any = types.FunctionType(
+    (lambda *args: torch.quantize_per_channel(*args)).__code__, {"__name__": None, "torch": torch}
+)
+
+
 class Int8(Product):
     """8-bit weights and activations, summed exactly: W = scale * Q with Q in -127..127, a scale for each output.
 
@@ -130,9 +142,8 @@ class Int8(Product):
 
     def _keep(self, weight: Tensor, scale: Tensor) -> None:
         zeros = torch.zeros_like(scale, dtype=torch.long)
-        with warnings.catch_warnings():  # that quantized tensors will go: without them, PlainInt8 takes over
-            warnings.simplefilter("ignore")
-            quantized = torch.quantize_per_channel(weight, scale.double(), zeros, 0, torch.qint8)
+        with torch._C.DisableTorchFunction():  # set_default_device calls it from torch
+            quantized = _quantize(weight, scale.double(), zeros, 0, torch.qint8)
         self.weight = torch.ops.quantized.linear_prepack(quantized, None)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -201,6 +212,7 @@ def works(product: type[Product]) -> bool:
 class Packed:
     """A weight in one of FORMATS, made at its first use and again when the weight has changed.
 
+    Modules that share a weight may share its Packed. copy.copy gives another of the same format, for another weight.
     stored: the same weight in memory of its own, which `release` gives back once it is packed.
     """
 
@@ -220,10 +232,17 @@ class Packed:
 
     def of(self, weight: Tensor) -> Product:
         """The product with this weight."""
+        if learns(weight):
+            self.forget()
+            return chosen(IN_PLACE)(weight)
         state, _, product = self._made
         if product is None or state != _state(weight):
             product = self._pack(weight)
         return product
+
+    def forget(self) -> None:
+        """Drop the packed copy, and the stored weight too: whoever asks may have written into the weight."""
+        self._made, self._stored = (None, None, None), None
 
     def _pack(self, weight: Tensor) -> Product:
         state, (known, stored, release) = _state(weight), self._stored or (None, None, None)
@@ -235,6 +254,40 @@ class Packed:
         return product
 
 
+def learns(weight: Tensor) -> bool:
+    """Whether an optimizer may write into the weight: some step wherever a gradient is, requires_grad or not."""
+    return weight.requires_grad or weight.grad is not None
+
+
 def _state(weight: Tensor) -> tuple[int, int]:
-    """Changes whenever the weight does (within PyTorch, and not through `.data`)."""
+    """Changes whenever the weight does, as far as PyTorch counts."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def product_of(weight: Tensor, packed: Packed | None) -> Product:
+    """The fastest product with this weight, right until the weight changes."""
+    if not weight.is_cpu or weight.dtype != torch.float32:
+        return Plain(weight)
+    return packed.of(weight) if packed else chosen(IN_PLACE)(weight)
+
+
+def format_name(layer: Any) -> str:
+    """How the products of a Linear or Embedding are made, for --stats."""
+    weight, packed = layer.weight, layer.packed
+    if not weight.is_cpu or weight.dtype != torch.float32:
+        return Plain.name
+    return chosen(FORMATS[packed.dtype] if packed and not learns(weight) else IN_PLACE).name
+
+
+def forget(model: nn.Module) -> None:
+    """Say that the model's weights may have changed in a way that PyTorch does not count.
+
+    Every packed copy is dropped, and counting the change makes bound steps and CUDA graphs look again.
+    """
+    for module in model.modules():
+        packed = getattr(module, "packed", None)
+        if isinstance(packed, Packed):
+            packed.forget()
+    for weight in model.parameters():
+        if not weight.is_inference():
+            torch.autograd.graph.increment_version(weight)

@@ -1,8 +1,8 @@
-"""TODO."""
+"""One comparison of `parity`, its line and its JSON, and how far numbers may be apart."""
 
 from __future__ import annotations
 
-import math
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from minigpt.language_model import LanguageModel
 
-# What a format may add to a tolerance stated for float32, as a fraction of the numbers' scale (see `error` for logits
-# that are compared with each other; 1 for probabilities). Measured on random weights in GPT-2's 124M layout: float16
-# 2e-3, bfloat16 2e-2, int8 4.8e-2.
-SLACK = {"float16": 4e-3, "bfloat16": 4e-2, "int8": 0.1}
+# float32: fractions of the logits' spread, of a vector's length, and of 1. Measured on random weights in GPT-2's 124M
+# layout, with a standard deviation (0.1) that makes rounding grow from block to block: 1.6e-5, 2.5e-5, 6.4e-5; a third
+# of that with products.Plain, whose rounding is that of transformers.
+LOGITS, VECTORS, ATTENTION = 4e-5, 1e-4, 1e-4
+# All three in other formats. Measured likewise, on the CPU, with 0.05: float16 4.3e-3, bfloat16 2.7e-2, int8 7.6e-2.
+LOOSE = {"float16": 6e-3, "bfloat16": 6e-2, "int8": 0.12}
+_HEADINGS = {"file": "the file", "tokenizer": "tokenizer vectors", "published": "published numbers"}
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,9 @@ class Check:
     """One comparison.
 
     group: "file", "published", "tokenizer" or "transformers".      name: which of them.
-    dtype: what the model ran in; None where no model ran.
+    dtype: the format that the model ran in; None where no model ran.
     passed: None where it was skipped; `detail` then has the reason.
-    difference, tolerance: what was found and what is allowed; None where that is no number.
+    difference, tolerance: how far off it is, and may be; None where that is no number.
     layers: the difference in each block, where it was measured per block.
     source: who published the number.
     """
@@ -41,7 +44,7 @@ class Check:
 
 
 def row(check: Check, previous: Check | None = None) -> str:
-    """The check as a line of a table, after a heading where its group or format is not that of the check before."""
+    """The check as a line of a table, after a heading where its group or format is another than the previous one's."""
     status = {True: "pass", False: "FAIL", None: "skip"}[check.passed]
     figures = [f"{value:.1e}" if value is not None else "" for value in (check.difference, check.tolerance)]
     width = 62 if check.group == "transformers" else 28
@@ -49,31 +52,25 @@ def row(check: Check, previous: Check | None = None) -> str:
     line = f"  {status}  {check.name:<{width}} {figures[0]:>8} {allowed:>10}  {check.detail}".rstrip()
     if previous and (check.group, check.dtype) == (previous.group, previous.dtype):
         return line
-    return f"\n{_HEADINGS[check.group]}{f', {check.dtype}' if check.dtype else ''}\n{line}"
-
-
-_HEADINGS = {
-    "file": "the file",
-    "tokenizer": "tokenizer vectors",
-    "published": "published numbers",
-    "transformers": "compared with transformers in float32",
-}
+    heading = _HEADINGS.get(check.group, "compared with transformers in float32")
+    return f"\n{heading}{f', {check.dtype}' if check.dtype else ''}\n{line}"
 
 
 def to_json(check: Check) -> dict[str, Any]:
     """The check as JSON values; figures that are not finite are null."""
-
-    def finite(value: float | None) -> float | None:
-        return value if value is not None and math.isfinite(value) else None
-
-    layers = None if check.layers is None else [finite(value) for value in check.layers]
-    figures = {"difference": finite(check.difference), "tolerance": finite(check.tolerance), "layers": layers}
-    return {**asdict(check), **figures}
+    found: dict[str, Any] = json.loads(json.dumps(asdict(check)), parse_constant=lambda name: None)
+    return found
 
 
-def slack(lm: LanguageModel) -> float:
-    """What the model's format adds to a tolerance: a fraction, see SLACK."""
-    return SLACK.get(str(lm.dtype).removeprefix("torch."), 0.0)
+def format_of(lm: LanguageModel) -> str:
+    """The format that the model runs in: "float32", ..."""
+    return str(lm.dtype).removeprefix("torch.")
+
+
+def measured(lm: LanguageModel, group: str, name: str, figures: tuple[float, float, str], **more: Any) -> Check:
+    """The check of (difference, tolerance, detail) for the model; a difference that is NaN fails."""
+    difference, tolerance, detail = figures[0], float(f"{figures[1]:.3g}"), figures[2]
+    return Check(group, name, difference <= tolerance, detail, difference, tolerance, format_of(lm), **more)
 
 
 def spread(logits: Tensor) -> float:
@@ -84,20 +81,9 @@ def spread(logits: Tensor) -> float:
     return float((logits - mean).abs().where(finite, 0.0).max())
 
 
-def error(lm: LanguageModel, logits: Tensor, fraction: float) -> float:
+def allowed_error(lm: LanguageModel, logits: Tensor, fraction: float) -> float:
     """How far off a logit may be: by a fraction of their spread, and by the rounding of the largest one in the
     activations' format (in bfloat16, numbers near -100 are 0.5 apart)."""
     size = float(logits.abs().where(logits.isfinite(), 0.0).max())
     computed = lm.model.wpe.weight.dtype  # not lm.dtype: on a CPU, only the weights are rounded to that
     return fraction * spread(logits) + (torch.finfo(computed).eps / 2 * size if fraction else 0.0)
-
-
-# float32, as fractions of the logits' spread, of a vector's length, and of 1. Measured on random weights in GPT-2's
-# 124M layout, with a standard deviation (0.1) that makes rounding grow from block to block: 1.6e-5, 2.5e-5, 6.4e-5; a
-# third of that with the products of transformers (linear.Plain), whose rounding is then the same.
-LOGITS, VECTORS, ATTENTION = 4e-5, 1e-4, 1e-4
-
-
-# All three in the other formats. Measured likewise, on the CPU, with 0.05: float16 4.3e-3, bfloat16 2.7e-2, int8
-# 7.6e-2.
-LOOSE = {"float16": 6e-3, "bfloat16": 6e-2, "int8": 0.12}

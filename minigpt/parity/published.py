@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from importlib import resources
 from typing import Any
 
 import torch
@@ -17,18 +16,23 @@ from torch import Tensor
 from minigpt import scoring
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sampling import process
+from minigpt.interpret.heads import without_heads
+from minigpt.interpret.page import shipped
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import Record
-from minigpt.parity.check import Check, error, slack
+from minigpt.parity.check import Check, allowed_error, format_of, measured
 from minigpt.text.tokenizer import Tokenizer
 
 Entry = dict[str, Any]
+# What a format may add to a tolerance stated for float32, as a fraction of the numbers' scale (for logits that are
+# compared with each other: see `allowed_error`; 1 for probabilities). Measured on random weights in GPT-2's 124M
+# layout: float16 2e-3, bfloat16 2e-2, int8 4.8e-2.
+SLACK = {"float16": 4e-3, "bfloat16": 4e-2, "int8": 0.1}
 
 
 def read() -> dict[str, Any]:
     """The data: "files" (official models by alias), "checks" and "tokenizer" (lists of entries with their sources)."""
-    data = resources.files("minigpt").joinpath("data", "published.json").read_text("utf-8")
-    found: dict[str, Any] = json.loads(data)
+    found: dict[str, Any] = json.loads(shipped("published.json"))
     return found
 
 
@@ -45,29 +49,19 @@ def identify(described: dict[str, Any], files: dict[str, Any], alias: str | None
     if alias is not None and name != alias:
         return name, Check("file", "official", False, f"not the file of {alias}: {what}")
     if name is None:
-        return None, Check(
-            "file", "official", None, f"not an official file (a copy in another format, a fine-tune): {what}"
-        )
+        why = "not an official file (a copy in another format, a fine-tune)"
+        return None, Check("file", "official", None, f"{why}: {what}")
     known = files[name]
     return name, Check("file", "official", True, f"the official {known['repo']} @ {known['revision'][:8]}: {what}")
 
 
 def check_published(lm: LanguageModel, entries: list[Entry]) -> Iterator[Check]:
     """Check each entry, whose numbers must be about this very model."""
-    dtype = str(lm.dtype).removeprefix("torch.")
     for entry in entries:
-        difference, tolerance, detail = _KINDS[entry["kind"]](lm, entry)
-        tolerance = float(f"{tolerance:.3g}")
-        yield Check(
-            "published",
-            entry["id"],
-            difference <= tolerance,  # False for NaN
-            f"{entry['kind']}{': ' if detail else ''}{detail}",
-            difference,
-            tolerance,
-            dtype,
-            source=entry["source"],
-        )
+        kind = entry["kind"]
+        difference, tolerance, detail = KINDS[kind](lm, entry)
+        figures = (difference, tolerance, f"{kind}{': ' if detail else ''}{detail}")
+        yield measured(lm, "published", entry["id"], figures, source=entry["source"])
 
 
 def check_tokenizer(tokenizer: Tokenizer | None, vectors: list[Entry]) -> Check:
@@ -92,33 +86,39 @@ def check_tokenizer(tokenizer: Tokenizer | None, vectors: list[Entry]) -> Check:
 Outcome = tuple[float, float, str]
 
 
+def _slack(lm: LanguageModel) -> float:
+    """What the model's format adds to a tolerance: a fraction, see SLACK."""
+    return SLACK.get(format_of(lm), 0.0)
+
+
+def _between(lm: LanguageModel, logits: Tensor) -> float:
+    """What the model's format adds to the tolerance of a difference between two logits."""
+    return 2 * allowed_error(lm, logits, _slack(lm))
+
+
 def _greedy(lm: LanguageModel, entry: Entry) -> Outcome:
     """The tokens of `generate`; where one differs, how far its logit is above the published one's, and so on."""
     prompt, ids, options = entry["prompt_ids"], entry["ids"], entry.get("options", {})
     text, tolerance, worst, done, ties = entry.get("text"), entry["tolerance"], 0.0, 0, []
     while done < len(ids) and worst <= tolerance:
-        params = {"max_new_tokens": len(ids) - done, "stop_ids": (), **options}
-        completion = lm.generate(prompt + ids[:done], **params)
-        if completion.ids == ids[done:] or (not done and text and lm.tokenizer and text in completion.text):
+        completion = lm.generate(prompt + ids[:done], max_new_tokens=len(ids) - done, stop_ids=(), **options)
+        if completion.ids == ids[done:] or (not done and text and lm.limits.tokenizer and text in completion.text):
             break
         at = next((i for i, (a, b) in enumerate(zip(completion.ids, ids[done:], strict=False)) if a != b), None)
         if at is None:  # the context is too short for this entry
             return math.inf, tolerance, f"only {len(completion.ids)} tokens of {len(ids)}"
         done, ours = done + at, completion.ids[at]
-        scores = _processed(lm, prompt + ids[:done], done, options)
+        history, params = prompt + ids[:done], SamplingParams(**options)
+        scores = process(_logits(lm, history)[-1], history, done, params, (), lm.limits.undecodable_ids)
         worst = max(worst, float(scores[ours] - scores[ids[done]]))
-        tolerance = max(tolerance, entry["tolerance"] + 2 * error(lm, scores, slack(lm)))
+        tolerance = max(tolerance, entry["tolerance"] + _between(lm, scores))
         ties.append(f"token {done + 1} is {_name(lm, ours)}, published {_name(lm, ids[done])}")
         done += 1
     return worst, tolerance, f"{len(ids)} tokens, {ties[-1]}" if ties else f"{len(ids)} of {len(ids)} tokens"
 
 
-def _processed(lm: LanguageModel, history: list[int], drawn: int, options: dict[str, Any]) -> Tensor:
-    return process(_logits(lm, history)[-1], history, drawn, SamplingParams(**options), (), lm.missing_ids)
-
-
 def _name(lm: LanguageModel, id: int) -> str:
-    return f"{id} {lm.tokenizer.decode([id])!r}" if lm.tokenizer else str(id)
+    return f"{id} {lm.tokenizer.decode([id])!r}" if lm.limits.tokenizer else str(id)
 
 
 @torch.inference_mode()
@@ -138,10 +138,8 @@ def _record(lm: LanguageModel, ids: list[int]) -> tuple[Tensor, Record]:
 
 def _argmax(lm: LanguageModel, entry: Entry) -> Outcome:
     """How far the best logit is above that of the published token."""
-    hooks = []
-    if "zero_mlp" in entry:
-        mlp = lm.model.get_submodule(f"h.{entry['zero_mlp']}.mlp")
-        hooks.append(mlp.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)))
+    zeroed = [lm.model.get_submodule(f"h.{entry['zero_mlp']}.mlp")] if "zero_mlp" in entry else []
+    hooks = [mlp.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)) for mlp in zeroed]
     try:
         logits = _logits(lm, entry["prompt_ids"])[-1]
     finally:
@@ -150,7 +148,7 @@ def _argmax(lm: LanguageModel, entry: Entry) -> Outcome:
     (expected,) = entry["ids"]
     best = int(logits.argmax())
     detail = f"best is {_name(lm, best)}, published {_name(lm, expected)}"
-    tolerance = entry["tolerance"] + 2 * error(lm, logits, slack(lm))
+    tolerance = entry["tolerance"] + _between(lm, logits)
     return float(logits[best] - logits[expected]), tolerance, detail
 
 
@@ -159,7 +157,7 @@ def _compared(lm: LanguageModel, entry: Entry, ours: Tensor, more: float, names:
 
     more: what the model's format adds to the tolerance.
     """
-    theirs = torch.tensor(list(_flat(entry["values"])), dtype=torch.float64)
+    theirs = _float64(list(_flat(entry["values"])))
     differences = (ours.double().flatten() - theirs).abs()
     at = int(differences.argmax())  # a NaN counts as the largest
     where = f" at {names[at]}" if names else ""
@@ -167,6 +165,11 @@ def _compared(lm: LanguageModel, entry: Entry, ours: Tensor, more: float, names:
         f"{ours.flatten()[at]:.6g}, published {theirs[at]:.6g}{where}" if differences[at] > entry["tolerance"] else ""
     )
     return float(differences[at]), entry["tolerance"] + more, detail
+
+
+def _float64(values: list[float]) -> Tensor:
+    """On the CPU, whatever the host program's default device is."""
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _flat(values: Any) -> Iterator[float]:
@@ -184,9 +187,9 @@ def _last_logits(figure: Callable[[Tensor, list[int]], Tensor], kind_of_number: 
         logits = _logits(lm, entry["prompt_ids"])[-1]
         names = [_name(lm, id) for id in entry["ids"]] if len(entry["ids"]) == len(entry["values"]) else None
         if kind_of_number == "difference":
-            more = 2 * error(lm, logits, slack(lm))
+            more = _between(lm, logits)
         else:
-            more = slack(lm) * (1.0 if kind_of_number == "probability" else float(logits.abs().max()))
+            more = _slack(lm) * (1.0 if kind_of_number == "probability" else float(logits.abs().max()))
         return _compared(lm, entry, figure(logits, entry["ids"]), more, names)
 
     return kind
@@ -194,26 +197,25 @@ def _last_logits(figure: Callable[[Tensor, list[int]], Tensor], kind_of_number: 
 
 def _log_probabilities(lm: LanguageModel, entry: Entry) -> Outcome:
     """Of each token of prompt_ids from index `first` on, given those before it; or the sum of them."""
-    _, logprobs = scoring.log_probabilities(lm.model, entry["prompt_ids"])
-    ours = torch.tensor(logprobs[entry["first"] - 1 :], dtype=torch.float64)
+    ours = _float64(scoring.log_probabilities(lm.model, entry["prompt_ids"])[entry["first"] - 1 :])
     if entry["kind"] == "log-probability":
         ours = ours.sum(0, keepdim=True)
-    return _compared(lm, entry, ours, slack(lm) * float(ours.abs().max()))
+    return _compared(lm, entry, ours, _slack(lm) * float(ours.abs().max()))
 
 
 def _loss(lm: LanguageModel, entry: Entry) -> Outcome:
     """Mean negative log-probability over all predictions of the rows."""
-    heads = [tuple(head) for head in entry.get("ablate", [])]
-    logprobs = [p for row in entry["rows"] for p in scoring.log_probabilities(lm.model, row, None, heads)[1]]
+    model = without_heads(lm.model, entry["ablate"]) if "ablate" in entry else lm.model
+    logprobs = [value for row in entry["rows"] for value in scoring.log_probabilities(model, row)]
     loss = -math.fsum(logprobs) / len(logprobs)
-    return _compared(lm, entry, torch.tensor([loss], dtype=torch.float64), slack(lm) * abs(loss))
+    return _compared(lm, entry, _float64([loss]), _slack(lm) * abs(loss))
 
 
 def _hidden(lm: LanguageModel, entry: Entry) -> Outcome:
     """The first numbers of the hidden state after ln_f at one position."""
     hidden, _ = _record(lm, entry["prompt_ids"])
     ours = hidden[entry["position"], : len(entry["values"])]
-    return _compared(lm, entry, ours, slack(lm) * float(hidden.abs().max()))
+    return _compared(lm, entry, ours, _slack(lm) * float(hidden.abs().max()))
 
 
 def _final_scale(lm: LanguageModel, entry: Entry) -> Outcome:
@@ -221,7 +223,7 @@ def _final_scale(lm: LanguageModel, entry: Entry) -> Outcome:
     _, record = _record(lm, entry["prompt_ids"])
     last = record.residuals[-1][0, -1].double().cpu()
     ours = (last.var(unbiased=False) + lm.config.layer_norm_epsilon).sqrt()
-    return _compared(lm, entry, ours, slack(lm) * float(ours))
+    return _compared(lm, entry, ours, _slack(lm) * float(ours))
 
 
 @torch.inference_mode()
@@ -230,7 +232,7 @@ def _logit_lens(lm: LanguageModel, entry: Entry) -> Outcome:
     _, record = _record(lm, entry["prompt_ids"])
     stages = torch.stack([residual[0, -1] for residual in record.residuals])  # (L + 1, E)
     logits = lm.model.head(lm.model.ln_f(stages)).float().cpu()  # (L + 1, V)
-    return _compared(lm, entry, logits[:, entry["ids"]].t(), slack(lm) * float(logits.abs().max()))
+    return _compared(lm, entry, logits[:, entry["ids"]].t(), _slack(lm) * float(logits.abs().max()))
 
 
 def _attention(lm: LanguageModel, entry: Entry) -> Outcome:
@@ -239,17 +241,17 @@ def _attention(lm: LanguageModel, entry: Entry) -> Outcome:
     rows = [(layer, head, query) for layer, head in entry["heads"] for query in entry["queries"]]
     ours = [record.attentions[layer][0, head, query, : query + 1].float().cpu() for layer, head, query in rows]
     names = [f"L{layer}H{head} from {query} to {key}" for layer, head, query in rows for key in range(query + 1)]
-    return _compared(lm, entry, torch.cat(ours), slack(lm), names)
+    return _compared(lm, entry, torch.cat(ours), _slack(lm), names)
 
 
 @torch.inference_mode()
 def _bias_through_head(lm: LanguageModel, entry: Entry) -> Outcome:
     """The head applied to ln_f's bias, minus the mean over the vocabulary."""
     logits = lm.model.head(lm.model.ln_f.bias).float().cpu()
-    return _compared(lm, entry, (logits - logits.mean())[entry["ids"]], 2 * error(lm, logits, slack(lm)))
+    return _compared(lm, entry, (logits - logits.mean())[entry["ids"]], _between(lm, logits))
 
 
-_KINDS: dict[str, Callable[[LanguageModel, Entry], Outcome]] = {
+KINDS: dict[str, Callable[[LanguageModel, Entry], Outcome]] = {
     "greedy": _greedy,
     "argmax": _argmax,
     "logits": _last_logits(lambda logits, ids: logits[ids], "logit"),

@@ -1,13 +1,11 @@
-"""Proof on the user's own files: the published numbers (published.py), and the same model in Hugging Face transformers.
-
-transformers is the reference and is imported only where it is installed; it always runs in float32.
-"""
+"""The user's model compared with the same one in Hugging Face transformers: float32, the attention written out."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,12 @@ from torch import Tensor
 
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sampling import process
-from minigpt.decoding.sequence import encode
 from minigpt.errors import PromptError
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import Record
-from minigpt.parity.check import ATTENTION, LOGITS, LOOSE, VECTORS, Check, error, spread
+from minigpt.parity.check import ATTENTION, LOGITS, LOOSE, VECTORS, Check, allowed_error, format_of, measured, spread
 
 PROMPTS = ("The meaning of life is", "def fibonacci(n):\n    if n < 2:\n", "Ünïcödé: 東京 🙂, don't   stop")
-
-
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
@@ -33,17 +28,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_k": 20},
     {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
 )
-
-
 SEEDS = (0, 1)
-
-
 NEW_TOKENS = 16
-
-
 SHORT = 64  # tokens up to which every layer's output is compared: the memory for more would be gigabytes
-
-
 Prompts = dict[str, list[int]]  # token ids by a name to show
 
 
@@ -52,60 +39,57 @@ def choose_prompts(lm: LanguageModel, texts: Sequence[str] = ()) -> Prompts:
 
     Raises PromptError for a text that is empty or does not fit the context.
     """
-    size, vocab = lm.config.n_positions, lm.config.vocab_size
-    generator = torch.Generator().manual_seed(0)
-    known = torch.tensor(sorted(set(range(vocab)) - set(lm.missing_ids)))
+    size, generator = lm.limits.n_positions, torch.Generator("cpu").manual_seed(0)
+    known = sorted(set(range(lm.limits.vocab_size)) - set(lm.limits.undecodable_ids))
 
     def random(length: int) -> list[int]:
-        return known[torch.randint(len(known), (length,), generator=generator)].tolist()
+        drawn = torch.randint(len(known), (length,), generator=generator, device="cpu")
+        return [known[at] for at in drawn.tolist()]
 
-    if lm.tokenizer is not None:
-        chosen = {text: encode(lm, text)[:size] for text in PROMPTS}
+    if lm.limits.tokenizer is not None:
+        chosen = {text: lm.encode(text)[:size] for text in PROMPTS}
     else:
         lengths = sorted({max(1, size * part // 100) for part in (5, 30, 60)})
         chosen = {f"{length} random ids": random(min(length, SHORT)) for length in lengths}
     chosen[f"the whole context, {size} random ids"] = random(size)
     for text in texts:
-        ids = encode(lm, text)
+        ids = lm.encode(text)
         if not 0 < len(ids) <= size:
-            raise PromptError(
-                f"a prompt for parity has 1 to {size} tokens, the model's context, but {text[:50]!r} has {len(ids)}"
-            )
+            wanted = f"1 to {size} tokens, the model's context"
+            raise PromptError(f"a prompt for parity has {wanted}, but {text[:50]!r} has {len(ids)}")
         chosen[text] = ids
     return chosen
 
 
 def load_reference(folder: Path, lm: LanguageModel) -> Any:
     """The model in `folder` as transformers loads it, in float32 on lm's device; or a skipped Check that says why."""
+    skipped = partial(Check, "transformers", "all", None)
     try:
         transformers: Any = import_module("transformers")
         model_class, log = transformers.GPT2LMHeadModel, transformers.logging  # imports much more
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
-            return Check("transformers", "all", None, "transformers is not installed (pip install transformers)")
-        return Check("transformers", "all", None, f"transformers cannot be imported: {_line(error)}")
+            return skipped("transformers is not installed (pip install transformers)")
+        return skipped(f"transformers cannot be imported: {_line(error)}")
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
+    options = {"local_files_only": True, "output_loading_info": True, "use_safetensors": True}  # never a pickle
     try:
-        model, info = model_class.from_pretrained(
-            folder,
-            attn_implementation="eager",
-            local_files_only=True,
-            use_safetensors=True,  # never a pickle
-            output_loading_info=True,
-        )
+        with torch.device("cpu"):  # whatever the host program's default is
+            model, info = model_class.from_pretrained(folder, attn_implementation="eager", **options)
     except Exception as error:  # whatever transformers does not read, minigpt has no reference for
-        return Check("transformers", "all", None, f"transformers cannot load the model: {_line(error)}")
+        return skipped(f"transformers cannot load the model: {_line(error)}")
     finally:
         log.set_verbosity(level)
         if bars:
             log.enable_progress_bar()
     missing = sorted(set(info["missing_keys"]) - {"lm_head.weight"})  # which is wte, where it is not stored
     if missing:  # names that minigpt knows and transformers does not: it would go on with random weights
-        return Check("transformers", "all", None, f"transformers does not find {missing[0]} and others in the model")
+        return skipped(f"transformers does not find {missing[0]} and others in the model")
     # Only what is asked for, whatever generation_config.json says, and the same end ids.
-    model.generation_config = transformers.GenerationConfig(eos_token_id=list(lm.end_ids) or None, pad_token_id=0)
+    ends = list(lm.limits.end_ids) or None
+    model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=0)
     return model.float().to(lm.device).eval()
 
 
@@ -117,23 +101,22 @@ def compare(lm: LanguageModel, reference: Any, prompts: Prompts) -> Iterator[Che
     """Compare with a GPT2LMHeadModel of transformers in float32: every layer, attention, logits, ids."""
     short = {name: ids[:SHORT] for name, ids in prompts.items()}
     first_wrong = {}
-    with torch.inference_mode():
-        for name, ids in short.items():
-            layers = _compare_layers(lm, reference, name, ids)
-            first_wrong[name] = "" if layers.passed else layers.detail
-            yield layers
-            yield _compare_attention(lm, reference, name, ids)
-        for name, ids in prompts.items():
-            yield _compare_logits(lm, reference, name, ids, first_wrong[name])
-    room = {name: ids for name, ids in short.items() if len(ids) < lm.config.n_positions}
+    for name, ids in short.items():
+        layers = _compare_layers(lm, reference, name, ids)
+        first_wrong[name] = "" if layers.passed else layers.detail
+        yield layers
+        yield _compare_attention(lm, reference, name, ids)
+    for name, ids in prompts.items():
+        yield _compare_logits(lm, reference, name, ids, first_wrong[name])
+    room = {name: ids for name, ids in short.items() if len(ids) < lm.limits.n_positions}
     for setting in SETTINGS if room else ():
-        yield _compare_ids(lm, reference, room, setting)
+        yield compare_ids(lm, reference, room, setting)
 
 
-def _check(lm: LanguageModel, name: str, difference: float, tolerance: float, detail: str, **more: Any) -> Check:
-    dtype = str(lm.dtype).removeprefix("torch.")
-    tolerance = float(f"{tolerance:.3g}")
-    return Check("transformers", name, difference <= tolerance, detail, difference, tolerance, dtype, **more)
+def _largest(values: Iterable[float]) -> float:
+    """The largest; NaN where one is, which max() may pass over."""
+    found = list(values)
+    return max(found) if not any(map(math.isnan, found)) else math.nan
 
 
 def _shown(name: str) -> str:
@@ -141,28 +124,30 @@ def _shown(name: str) -> str:
 
 
 def _tolerance(lm: LanguageModel, float32: float) -> float:
-    return LOOSE.get(str(lm.dtype).removeprefix("torch."), float32)
+    return LOOSE.get(format_of(lm), float32)
 
 
+@torch.inference_mode()
 def _compare_logits(lm: LanguageModel, reference: Any, name: str, ids: list[int], first_wrong: str) -> Check:
     """Largest and mean difference over all positions, 64 of them at a time: V is large."""
     batch = torch.tensor([ids], device=lm.device)
     ours = lm.model.hidden(batch)[0]
     theirs: Tensor = reference.transformer(batch).last_hidden_state[0]
-    largest, total, scale, allowed = torch.zeros(()), 0.0, 0.0, 0.0
+    largest, total, scale, allowed = 0.0, 0.0, 0.0, 0.0
     for rows, wanted in zip(torch.split(ours, 64), torch.split(theirs, 64), strict=True):
         logits = reference.lm_head(wanted)
         difference = (lm.model.head(rows).float() - logits).abs()
-        largest = torch.maximum(largest, difference.max().cpu())  # not max(): NaN stays
+        largest = _largest([largest, float(difference.max())])
         total += float(difference.sum())
         scale = max(scale, spread(logits))
-        allowed = max(allowed, error(lm, logits, _tolerance(lm, LOGITS)))
+        allowed = max(allowed, allowed_error(lm, logits, _tolerance(lm, LOGITS)))
     mean = total / (len(ids) * lm.config.vocab_size)
     detail = f"mean {mean:.1e}, logits up to {scale:.1f} from their mean, {len(ids)} positions"
     detail += f"; a layer {first_wrong}" if first_wrong else ""
-    return _check(lm, f"logits of {_shown(name)}", float(largest), allowed, detail)
+    return measured(lm, "transformers", f"logits of {_shown(name)}", (largest, allowed, detail))
 
 
+@torch.inference_mode()
 def _compare_layers(lm: LanguageModel, reference: Any, name: str, ids: list[int]) -> Check:
     """The output of every module, in the order in which they run: the first that differs is where the cause is."""
     batch = torch.tensor([ids], device=lm.device)
@@ -174,33 +159,26 @@ def _compare_layers(lm: LanguageModel, reference: Any, name: str, ids: list[int]
         expected = theirs[module].reshape(output.shape)
         lengths = expected.norm(dim=-1).clamp_min(1e-6)
         differences[module] = float(((output - expected).norm(dim=-1) / lengths).max())
-    values = torch.tensor(list(differences.values()))  # whose max() is NaN where one is
     first = next((module for module, value in differences.items() if not value <= tolerance), None)
+    detail = f"largest at {max(differences, key=lambda module: differences[module])}"
     if first:
         detail = f"first differs at {first}, by {differences[first]:.1e} of its length"
-    else:
-        detail = f"largest at {list(differences)[int(values.argmax())]}"
-    in_block = [
-        [name.startswith(f"h.{layer}.") or name == f"h.{layer}" for name in differences]
-        for layer in range(lm.config.n_layer)
-    ]
-    layers = [float(values[torch.tensor(names)].max()) for names in in_block]
-    return _check(lm, f"layers of {_shown(name)}", float(values.max()), tolerance, detail, layers=layers)
+    blocks = [f"h.{layer}." for layer in range(lm.config.n_layer)]
+    layers = [_largest(value for name, value in differences.items() if f"{name}.".startswith(at)) for at in blocks]
+    figures = (_largest(differences.values()), tolerance, detail)
+    return measured(lm, "transformers", f"layers of {_shown(name)}", figures, layers=layers)
 
 
 def _outputs(model: torch.nn.Module, forward: Any) -> dict[str, Tensor]:
     """What each block, and each module with parameters of its own, gives during `forward`: [T, width] in float32."""
     found: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            output = output[0] if isinstance(output, tuple) else output
-            found[name] = output.float().reshape(-1, output.shape[-1])
-
-        return hook
+    def keep(name: str, module: Any, inputs: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        found[name] = output.float().reshape(-1, output.shape[-1])
 
     hooks = [
-        module.register_forward_hook(keep(name))
+        module.register_forward_hook(partial(keep, name))
         for name, module in model.named_modules()
         if name and (name.count(".") == 1 or any(True for _ in module.parameters(recurse=False)))
     ]
@@ -212,10 +190,10 @@ def _outputs(model: torch.nn.Module, forward: Any) -> dict[str, Tensor]:
     return found
 
 
+@torch.inference_mode()
 def _compare_attention(lm: LanguageModel, reference: Any, name: str, ids: list[int]) -> Check:
     """The attention weights of every head of every block."""
-    batch = torch.tensor([ids], device=lm.device)
-    record = Record()
+    batch, record = torch.tensor([ids], device=lm.device), Record()
     lm.model.hidden(batch, record=record)
     theirs = reference.transformer(batch, output_attentions=True).attentions
     differences = [(ours.float() - theirs[layer]).abs().amax((0, 2, 3)) for layer, ours in enumerate(record.attentions)]
@@ -224,24 +202,23 @@ def _compare_attention(lm: LanguageModel, reference: Any, name: str, ids: list[i
     layer = next((at for at, worst in enumerate(layers) if not worst <= tolerance), layers.index(max(layers)))
     head = int(differences[layer].argmax())
     detail = f"{'first differs' if not layers[layer] <= tolerance else 'largest'} at L{layer}H{head}"
-    worst = float(torch.tensor(layers).max())
-    return _check(lm, f"attention of {_shown(name)}", worst, tolerance, detail, layers=layers)
+    figures = (_largest(layers), tolerance, detail)
+    return measured(lm, "transformers", f"attention of {_shown(name)}", figures, layers=layers)
 
 
-def _compare_ids(lm: LanguageModel, reference: Any, prompts: Prompts, setting: dict[str, Any]) -> Check:
+def compare_ids(lm: LanguageModel, reference: Any, prompts: Prompts, setting: dict[str, Any]) -> Check:
     """The ids of all prompts in one batch here, of each alone there; for each seed, if the setting samples."""
     kind = "sampled" if setting.get("temperature") else "greedy"
     name = " ".join([kind, *(f"{key}={value}" for key, value in setting.items())])
-    dtype = str(lm.dtype).removeprefix("torch.")
+    dtype = format_of(lm)
     if kind != "greedy" and (lm.device.type != "cpu" or dtype != "float32"):
         why = "only float32 on the CPU draws what transformers draws"
         return Check("transformers", name, None, why, dtype=dtype)
     runs = [(seed, *item) for seed in (SEEDS if kind != "greedy" else (None,)) for item in prompts.items()]
-    new = [min(NEW_TOKENS, lm.config.n_positions - len(ids)) for _, _, ids in runs]
+    new = [min(NEW_TOKENS, lm.limits.n_positions - len(ids)) for _, _, ids in runs]
     each = [SamplingParams(**setting, seed=seed, max_new_tokens=n) for (seed, _, _), n in zip(runs, new, strict=True)]
     completions = lm.generate_many([ids for _, _, ids in runs], each)
-    tokens, ties, worst, tolerance = 0, 0, 0.0, 0.0
-    detail = ""
+    tokens, ties, worst, tolerance, detail = 0, 0, 0.0, 0.0, ""
     for (_, prompt, ids), params, completion in zip(runs, each, completions, strict=True):
         expected = reference_ids(lm, reference, ids, params)
         tokens += len(expected)
@@ -255,7 +232,8 @@ def _compare_ids(lm: LanguageModel, reference: Any, prompts: Prompts, setting: d
             seed = "" if params.seed is None else f", seed {params.seed}"
             drew = f"{completion.ids[at : at + 1]}, not {expected[at : at + 1]}, top-2 margin {margin:.2g}"
             detail = f"; first differs at token {at + 1} of {_shown(prompt)}{seed}: {drew}"
-    return _check(lm, name, worst, tolerance, f"{len(runs) - ties} of {len(runs)} runs equal, {tokens} tokens{detail}")
+    detail = f"{len(runs) - ties} of {len(runs)} runs equal, {tokens} tokens{detail}"
+    return measured(lm, "transformers", name, (worst, tolerance, detail))
 
 
 def reference_ids(lm: LanguageModel, reference: Any, ids: list[int], params: SamplingParams) -> list[int]:
@@ -265,7 +243,7 @@ def reference_ids(lm: LanguageModel, reference: Any, ids: list[int], params: Sam
         "do_sample": params.temperature > 0,
         "repetition_penalty": params.repetition_penalty,
         "no_repeat_ngram_size": params.no_repeat_ngram_size,
-        "suppress_tokens": lm.missing_ids or None,
+        "suppress_tokens": list(lm.limits.undecodable_ids) or None,
     }
     if params.temperature > 0:
         options |= {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
@@ -273,7 +251,7 @@ def reference_ids(lm: LanguageModel, reference: Any, ids: list[int], params: Sam
     inputs = torch.tensor([ids], device=lm.device)
     with torch.random.fork_rng(devices=[]):
         if params.temperature > 0:
-            torch.manual_seed(params.seed or 0)
+            torch.default_generator.manual_seed(params.seed or 0)  # not those of CUDA: they are not put back
         out = reference.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
     drawn: list[int] = out[0, len(ids) :].tolist()
     return drawn
@@ -286,11 +264,11 @@ def _gap(
     """Where the ids part: how far the worse of the two tokens is below the best by transformers' logits, what is
     allowed, and the margin between its two best. Greedy: in scores. Sampled: in log(P/q), whose arg max is the draw."""
     logits = reference(torch.tensor([history], device=lm.device)).logits[0, -1].cpu()
-    scores = process(logits, history, drawn, params, lm.end_ids, lm.missing_ids)
+    scores = process(logits, history, drawn, params, lm.limits.end_ids, lm.limits.undecodable_ids)
     # From all logits: those that top_p leaves may lie close together.
-    allowed = 2 * error(lm, logits, _tolerance(lm, LOGITS)) / (params.temperature or 1.0)
+    allowed = 2 * allowed_error(lm, logits, _tolerance(lm, LOGITS)) / (params.temperature or 1.0)
     if params.temperature > 0:
-        generator = torch.Generator().manual_seed(params.seed or 0)
+        generator = torch.Generator("cpu").manual_seed(params.seed or 0)
         for _ in range(drawn + 1):
             q = torch.empty_like(scores).exponential_(1, generator=generator)
         scores = scores.log_softmax(-1) - q.log()

@@ -1,9 +1,8 @@
-"""TODO."""
+"""`parity` for a model by name: its file, the published numbers, the tokenizer, and transformers."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,10 +31,10 @@ def run(
     Gives each Check as it is done. Raises as load does, and PromptError for a prompt that is too long. A device or a
     format that is not there is refused before any work.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # load will give them
-        for dtype in dtypes:
-            find_dtype(dtype, find_device(device))
+    place = find_device(device)
+    for dtype in dtypes:
+        if dtype != "float32":  # which is never refused, and of which load may warn
+            find_dtype(dtype, place)
     folder = locate.locate(model, revision=revision, offline=offline, progress=progress)
     data = read()
     alias = str(model) if model in ALIASES and revision is None else None
@@ -46,7 +45,7 @@ def run(
         lm = load(folder, device=device, dtype=dtype)
         chosen = choose_prompts(lm, prompts)
         if not number:
-            yield check_tokenizer(lm.tokenizer, data["tokenizer"])
+            yield check_tokenizer(lm.limits.tokenizer, data["tokenizer"])
             reference = load_reference(folder, lm)
         entries = [entry for entry in data["checks"] if entry["model"] == official]
         if entries:

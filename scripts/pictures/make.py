@@ -17,7 +17,9 @@ sys.path.insert(0, str(HERE.parent.parent / "tests"))
 from browser import Browser, find  # noqa: E402
 
 import minigpt  # noqa: E402
-from minigpt.interpret import heads, terminal  # noqa: E402
+from minigpt.interpret.heads import head_roles  # noqa: E402
+from minigpt.interpret.page import page  # noqa: E402
+from minigpt.interpret.terminal import Screen, head_lines, label, layer_lines  # noqa: E402
 
 STORY = "Once upon a time, there was a little fox. The fox lived in a big forest. One day, the fox saw a red bird."
 SENTENCE = "The cat sat on the mat"
@@ -26,14 +28,13 @@ LAYER, HEAD, TOKEN = 0, 1, 24  # what page.png shows
 
 def terminal_page(lm: minigpt.LanguageModel) -> str:
     """The command and what it prints on a terminal, as a page: ANSI colours become spans."""
-    ids = lm.tokenizer.encode(SENTENCE) if lm.tokenizer else []
-    labels = [terminal.label(lm.tokenizer, id) for id in ids]
-    weights = lm.attention(ids)
-    screen = terminal.Screen(width=100, colour=True)
+    labels = [label(lm.tokenizer, id) for id in lm.encode(SENTENCE)]
+    weights = lm.attention(SENTENCE)
+    screen = Screen(width=100, colour=True)
     lines = [f'$ python -m minigpt attention -m demo "{SENTENCE}"']
-    lines += [*terminal.layer_lines(weights, labels, 0, screen), ""]
+    lines += [*layer_lines(weights, labels, 0, screen), ""]
     lines += [f'$ python -m minigpt attention -m demo "{SENTENCE}" --layer 0 --head 0']
-    lines += terminal.head_lines(weights, labels, 0, 0, screen)
+    lines += head_lines(weights, labels, 0, 0, screen)
     text = html.escape("\n".join(lines), quote=False)
     text = re.sub(
         "\x1b\\[48;5;(\\d+)m([^\x1b]*)",
@@ -62,18 +63,18 @@ def main() -> None:
     if executable is None:
         sys.exit("no Chromium here: install one, or set MINIGPT_BROWSER")
     lm = minigpt.load("demo", device="cpu")
-    ids = lm.tokenizer.encode(STORY) if lm.tokenizer else []
+    ids = lm.encode(STORY)
     weights = lm.attention(ids)
-    roles = [("this text", heads.head_roles(weights, ids))]
+    roles = [("this text", head_roles(weights, ids))]
     with tempfile.TemporaryDirectory() as scratch:
-        page, terminal = Path(scratch, "page.html"), Path(scratch, "terminal.html")
-        page.write_text(page.page(weights, ids, lm.tokenizer, model="demo", roles=roles), encoding="utf-8")
-        terminal.write_text(terminal_page(lm), encoding="utf-8")
+        first, second = Path(scratch, "page.html"), Path(scratch, "terminal.html")
+        first.write_text(page(weights, ids, lm.tokenizer, model="demo", roles=roles), encoding="utf-8")
+        second.write_text(terminal_page(lm), encoding="utf-8")
         browser = Browser(executable, Path(scratch, "profile"))
-        browser.open(page, f"#layer={LAYER}&head={HEAD}", width=1180, height=1100)
+        browser.open(first, f"#layer={LAYER}&head={HEAD}", width=1180, height=1100)
         browser.move(*browser.at(f"document.querySelectorAll('#text .token')[{TOKEN}]"))
         browser.screenshot(HERE / "page.png")
-        browser.open(terminal, width=880, height=372)
+        browser.open(second, width=880, height=372)
         browser.screenshot(HERE / "terminal.png")
         browser.close()
 

@@ -464,7 +464,7 @@ def test_the_global_random_state_is_neither_used_nor_moved() -> None:
 def test_log_probabilities(k: int) -> None:
     logits = make_logits(VOCAB, 8, "smooth")
     expected = logits.log_softmax(-1)
-    own, top = sampling.log_probabilities(logits, 42, k)
+    own, top = sampling.best_log_probabilities(logits, 42, k)
     assert own == float(expected[42])
     assert [value for _, value in top] == expected.sort(descending=True).values[:k].tolist()
     assert all(value == float(expected[id]) for id, value in top[:100])
@@ -473,7 +473,7 @@ def test_log_probabilities(k: int) -> None:
 
 def test_log_probabilities_put_the_lower_id_first_on_a_tie() -> None:
     logits = torch.tensor([1.0, 2.0, 3.0, 2.0, 2.0, 3.0])
-    assert [id for id, _ in sampling.log_probabilities(logits, 0, 4)[1]] == [2, 5, 1, 3]
-    assert [id for id, _ in sampling.log_probabilities(torch.zeros(VOCAB), 0, 3)[1]] == [0, 1, 2]
-    own, _ = sampling.log_probabilities(torch.zeros(4).half(), 3, 0)
+    assert [id for id, _ in sampling.best_log_probabilities(logits, 0, 4)[1]] == [2, 5, 1, 3]
+    assert [id for id, _ in sampling.best_log_probabilities(torch.zeros(VOCAB), 0, 3)[1]] == [0, 1, 2]
+    own, _ = sampling.best_log_probabilities(torch.zeros(4).half(), 3, 0)
     assert abs(own - math.log(0.25)) < 1e-7

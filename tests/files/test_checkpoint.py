@@ -602,6 +602,7 @@ print(status("VmHWM") - before, sum(p.numel() for p in model.parameters()) * 4)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_memory(original: Path, tmp_path: Path) -> None:
     """At most the weights + the largest tensor + 64 MB, the first forward pass included."""

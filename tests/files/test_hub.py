@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer
+from hub_server import HubServer, environment
 
 from minigpt.errors import CheckpointError, ModelNotFoundError
 from minigpt.files import hub as hub_module
@@ -81,11 +81,6 @@ def command(name: str, **options: object) -> list[str]:
     return [sys.executable, "-c", SCRIPT, name, json.dumps(options)]
 
 
-def environment(url: str, home: Path, **extra: str) -> dict[str, str]:
-    keep = {key: os.environ[key] for key in ("PATH", "SYSTEMROOT") if key in os.environ}
-    return {**keep, "PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_ENDPOINT": url, **extra}
-
-
 def find(
     url: str, home: Path, name: str = REPO, env: dict[str, str] | None = None, warned: str = "", **options: object
 ) -> str:
@@ -123,6 +118,7 @@ def test_offline_makes_no_request(hub: HubServer, home: Path) -> None:
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_a_silent_network_costs_one_request_and_then_the_cache(hub: HubServer, home: Path) -> None:
     folder = find(hub.url, home)
     assert 1 <= hub_module._TIMEOUT <= 5
@@ -138,6 +134,7 @@ def test_a_silent_network_costs_one_request_and_then_the_cache(hub: HubServer, h
     assert "could not be fetched from the hub (ReadTimeout)" in cold and "demo" in cold and "hf download" in cold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [None, 500, 503, 429])
 def test_a_hub_that_is_down(hub: HubServer, home: Path, status: int | None) -> None:
     folder = find(hub.url, home)
@@ -147,6 +144,7 @@ def test_a_hub_that_is_down(hub: HubServer, home: Path, status: int | None) -> N
     assert f"hub ({f'HTTP {status}' if status else 'ConnectError'})" in cold and "hf download" in cold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "guess"),
     [("gpt2-smal", "'gpt2'"), ("gpt2-lrge", "'gpt2-large'"), ("me/distilgpt-2", "'distilgpt2'"), ("nobody/no", None)],
@@ -161,6 +159,7 @@ def test_an_unknown_name_is_repeated_and_known_ones_are_listed(
     assert "(HF_TOKEN) is expired" in find(hub.url, home, name, env={"HF_TOKEN": TOKEN})
 
 
+@pytest.mark.slow
 def test_a_stale_token_is_named_and_does_not_matter_once_cached(hub: HubServer, home: Path) -> None:
     hub.good_token = "hf_another"
     assert "(HF_TOKEN) is expired" in find(hub.url, home, env={"HF_TOKEN": TOKEN})
@@ -168,6 +167,7 @@ def test_a_stale_token_is_named_and_does_not_matter_once_cached(hub: HubServer, 
     assert find(hub.url, home, env={"HF_TOKEN": TOKEN}) == folder
 
 
+@pytest.mark.slow
 def test_odd_tokens(hub: HubServer, home: Path) -> None:
     folder = find(hub.url, home, env={"HF_TOKEN": ""})
     assert all("Authorization" not in {key.title() for key in headers} for _, _, headers in hub.requests)
@@ -183,6 +183,7 @@ def test_gated(hub: HubServer, home: Path) -> None:
     assert f"{REPO} is gated: ask for access at https://huggingface.co/{REPO}" in find(hub.url, home)
 
 
+@pytest.mark.slow
 def test_revisions(hub: HubServer, home: Path) -> None:
     first = hub.branches[REPO]["main"]
     old = find(hub.url, home)
@@ -212,6 +213,7 @@ def test_a_branch_that_moves_meanwhile_does_not_mix_commits(hub: HubServer, home
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == NEEDED
 
 
+@pytest.mark.slow
 def test_a_broken_connection_is_resumed(hub: HubServer, home: Path) -> None:
     weights = WEIGHTS * 12  # the client writes, and resumes at, 10 MiB at a time
     hub.add(REPO, {**FILES, "model.safetensors": weights})
@@ -221,6 +223,7 @@ def test_a_broken_connection_is_resumed(hub: HubServer, home: Path) -> None:
     assert ranges == [None, f"bytes={10 << 20}-"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [False, True])
 def test_a_killed_download_does_not_count_as_a_model_and_is_repaired(hub: HubServer, home: Path, update: bool) -> None:
     old = find(hub.url, home) if update else None
@@ -243,6 +246,7 @@ IMPATIENT = {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}
 LEFT_OVER = "*.*.incomplete"  # a name that no other process goes on with; older clients go on with HASH.incomplete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -266,6 +270,7 @@ def test_a_hub_that_fails_is_one_sentence_and_leaves_nothing(
     assert Path(find(hub.url, home), "model.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.slow
 def test_a_slow_hub_and_one_that_breaks_off_again_and_again(hub: HubServer, home: Path) -> None:
     hub.cut, hub.cuts, hub.pause = 1000, 2, 0.2
     assert Path(find(hub.url, home, env=IMPATIENT), "model.safetensors").read_bytes() == WEIGHTS
@@ -298,6 +303,7 @@ def test_a_renamed_repository_and_the_token_stays_with_the_hub(hub: HubServer, h
     assert f"Bearer {TOKEN}" in tokens[False] and tokens[True] == {None}  # large files lie on another host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", ["full", "limited"])
 def test_a_disk_that_fills_up(hub: HubServer, home: Path, disk: str) -> None:
     first = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
@@ -318,6 +324,7 @@ def test_a_disk_that_fills_up(hub: HubServer, home: Path, disk: str) -> None:
     assert Path(find(hub.url, home), "model.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_a_model_at_once(hub: HubServer, home: Path) -> None:
     hub.pause = 0.1
     both = [subprocess.Popen(command(REPO), env=environment(hub.url, home), cwd=home.parent, stdout=subprocess.PIPE,
@@ -330,18 +337,20 @@ def test_two_processes_fetch_a_model_at_once(hub: HubServer, home: Path) -> None
     assert not list(home.rglob(LEFT_OVER))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_downloading_leaves_nothing(hub: HubServer, home: Path, number: int, code: int) -> None:
     hub.cut = len(WEIGHTS) // 2
     hub.stall.set()
-    process = subprocess.Popen([sys.executable, "-m", "minigpt", "generate", "Once", "-m", REPO], env=environment(hub.url, home),
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-m", "minigpt", "generate", "Once", "-m", REPO],
+                               env=environment(hub.url, home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     assert hub.stalled.wait(30)
     process.send_signal(number)
     assert (process.communicate(timeout=30)[0], process.returncode) == (b"", code)
     assert list(home.rglob("blobs/*")) and not list(home.rglob(LEFT_OVER))
 
 
+@pytest.mark.slow
 def test_shards(hub: HubServer, home: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     shards = {name: WEIGHTS for name in index["weight_map"].values()}
@@ -370,6 +379,7 @@ def test_a_repository_without_a_model(hub: HubServer, home: Path, missing: str, 
     assert hub.asked() == set()
 
 
+@pytest.mark.slow
 def test_a_read_only_cache(hub: HubServer) -> None:
     # Root may write anywhere, so the process becomes somebody else, once a call of `locate` has imported what it needs.
     first = "import os; locate(sys.argv[1]); os.geteuid() or os.setuid(65534)"
@@ -409,6 +419,7 @@ def test_a_cache_filled_under_the_short_name(hub: HubServer, home: Path) -> None
     assert "models--gpt2/" in find(hub.url, home, "gpt2", offline=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("progress", [False, True])
 def test_progress_bars_on_a_terminal(hub: HubServer, home: Path, progress: bool) -> None:
     terminal, end = pty.openpty()
@@ -546,7 +557,7 @@ def test_a_folder_without_a_model_is_named_where_the_hub_has_none(
     ):
         with pytest.raises(ModelNotFoundError, match=f"^{text}; and there is no such model on the hub$"):
             locate(name)
-    with pytest.raises(ModelNotFoundError, match="^there is no such model on the hub$"):
+    with pytest.raises(ModelNotFoundError, match=r"^there is no such model on the hub$"):
         locate("you/x")
 
 

@@ -118,8 +118,9 @@ def test_the_hosts_defaults_do_not_matter(folder: Path, tmp_path: Path, dtype: s
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
     for other in (lm, again):
-        for (name, ours), theirs in zip(other.model.state_dict(keep_vars=True).items(), expected.model.parameters()):
-            assert ours.dtype == torch.float32 and torch.equal(ours, theirs), name
+        ours = dict(other.model.named_parameters())
+        for name, theirs in expected.model.named_parameters():
+            assert ours[name].dtype == torch.float32 and torch.equal(ours[name], theirs), name
         assert {buffer.device.type for buffer in other.model.buffers()} <= {"cpu"}
         assert {buffer.dtype for buffer in other.model.buffers()} == {
             buffer.dtype for buffer in expected.model.buffers()

@@ -199,11 +199,42 @@ def test_counts(name: str, low: int) -> None:
 
 
 def test_off_by_none() -> None:
-    params = SamplingParams(top_k=None, seed=None, logprobs=None, stop_ids=None)
-    assert (params.top_k, params.seed, params.logprobs, params.stop_ids) == (0, None, None, None)
-    assert params == SamplingParams()
-    for name in ("max_new_tokens", "min_new_tokens", "samples", "temperature", "top_p", "min_p", "suppress_tokens"):
-        refused(SamplingParams, name, None)
+    """Services pass optional fields on: None is "not given", and the value beneath stays."""
+    every = {field.name: None for field in dataclasses.fields(SamplingParams)}
+    assert SamplingParams(**every) == SamplingParams()
+    base = SamplingParams(top_k=5, stop="a", stop_ids=[3], seed=1, logit_bias={1: 2}, max_seconds=9, temperature=0.5)
+    assert base.over(every) == base
+    assert base.over({"stop_ids": "model"}).stop_ids is None and base.over({"stop_ids": ()}).stop_ids == ()
+
+
+def test_params_are_hashable() -> None:
+    one, other = (SamplingParams(stop=["a"], logit_bias={1: 2.0}, top_k=3) for _ in range(2))
+    assert one == other and hash(one) == hash(other) and len({one, other, SamplingParams()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("max_tokens", "max_new_tokens"),
+        ("max_length", "max_new_tokens"),
+        ("n", "samples"),
+        ("num_return_sequences", "samples"),
+        ("best_of", "samples"),
+        ("do_sample", "temperature"),
+        ("eos_token_id", "stop_ids"),
+        ("random_seed", "seed"),
+        ("top_logprobs", "logprobs"),
+        ("temprature", "temperature"),
+        ("repetition_penality", "repetition_penalty"),
+        ("top-p", "top_p"),
+    ],
+)
+def test_names_from_elsewhere_are_told_ours(wrong: str, right: str) -> None:
+    for make in (SamplingParams, lambda **given: SamplingParams().over(given)):
+        with pytest.raises(TypeError, match=rf"'{wrong}' is not an option of generate: did you mean {right}\?"):
+            make(**{wrong: 1})
+    with pytest.raises(TypeError, match=r"'colour' is not an option of generate$"):
+        SamplingParams(colour=1)  # nothing is near
 
 
 def test_seeds() -> None:
@@ -218,6 +249,7 @@ def test_seeds() -> None:
         ("temperature", [0, 0.0, 0.7, 1, 1e-8, 1e-40, 100], [-1, -1e-9]),
         ("top_p", [0, 1e-8, 0.9, 1, 1.0], [-0.1, 1.5, 1.0000001]),
         ("min_p", [0, 0.05, 1], [-0.1, 1.5]),
+        ("max_seconds", [0, 0.5, 60], [-1]),
         ("repetition_penalty", [0.5, 1, 1.2, 5.0, 1000], [0, 0.0, -1]),
     ],
 )
@@ -236,7 +268,7 @@ def test_logit_bias() -> None:
     assert all(type(key) is int and type(value) is float for key, value in params.logit_bias.items())
     bias[5] = 99
     assert params.logit_bias[5] == 1.0  # a copy
-    for value in ([(5, 1.0)], "5=1", None, 5):
+    for value in ([(5, 1.0)], "5=1", 5):
         refused(SamplingParams, "logit_bias", value)
     for key in (-1, "a", "-1", "1.5", 1.5, True, None, (1,)):
         with pytest.raises(ValueError) as error:
@@ -271,13 +303,13 @@ def test_stops() -> None:
         "caf\u00e9",
         "\U0001f642",
     )
-    for value in ("", [""], ["a", ""], [1], 1, None, b"ab", [b"ab"], [["a"]]):
+    for value in ("", [""], ["a", ""], [1], 1, b"ab", [b"ab"], [["a"]]):
         refused(SamplingParams, "stop", value)
 
 
 def test_overflow() -> None:
     assert SamplingParams(overflow="slide").overflow == "slide"
-    for value in ("Stop", "", None, 1, ["stop"]):
+    for value in ("Stop", "", 1, ["stop"]):
         refused(SamplingParams, "overflow", value)
 
 
@@ -293,7 +325,7 @@ def test_replace_validates_again_and_unknown_names_are_type_errors() -> None:
 
 def test_the_module_does_not_import_torch() -> None:
     """--help and a usage error must not wait for torch."""
-    code = "import sys, minigpt.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, minigpt.decoding.params, minigpt.network.config; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])
 
 

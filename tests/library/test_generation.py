@@ -18,16 +18,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICES
+from drawn import assert_same, theirs
 from tiny import from_hf, hf_model
 from transformers import GPT2LMHeadModel
 
 import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, SamplingParams, Tokenizer, TokenizerError
-from minigpt.decoding.sampling import process
+from minigpt.decoding.batch import Batch
 from minigpt.files.checkpoint import load_model
 from minigpt.network.device import find_device, find_dtype
-
-MARGIN = 1e-4  # below this relative gap between the two best candidates, rounding may decide
 
 
 @pytest.fixture(scope="module")
@@ -68,60 +67,6 @@ class Scripted(GPT2):
 def scripted(ids: list[int], **options: Any) -> LanguageModel:
     """The model above with GPT-2's tokenizer: a one-token prompt is followed by exactly `ids`."""
     return LanguageModel(Scripted(ids, **options), Tokenizer.gpt2())
-
-
-def theirs(model: GPT2LMHeadModel, ids: list[int], params: SamplingParams) -> list[int]:
-    """What transformers draws for the same parameters."""
-    options: dict[str, Any] = {
-        "max_new_tokens": params.max_new_tokens,
-        "min_new_tokens": params.min_new_tokens or None,
-        "do_sample": params.temperature > 0,
-        "repetition_penalty": params.repetition_penalty,
-        "no_repeat_ngram_size": params.no_repeat_ngram_size,
-        "suppress_tokens": list(params.suppress_tokens) or None,
-        "sequence_bias": {(id,): float(bias) for id, bias in params.logit_bias.items()} or None,
-        "pad_token_id": 0,
-    }
-    if params.temperature > 0:
-        options |= {
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p or None,
-        }
-        torch.manual_seed(params.seed or 0)
-    inputs = torch.tensor([ids], device=model.device)
-    out = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
-    return list(out[0, len(ids) :].tolist())
-
-
-def gap(lm: LanguageModel, history: list[int], n_new: int, params: SamplingParams) -> float:
-    """How close the two best candidates of one step are, relatively: of the logits, or of the race P/q."""
-    with torch.no_grad():
-        logits = lm.model(torch.tensor([history], device=lm.device))[0, -1]
-    scores = process(logits, history, n_new, params, lm.end_ids)
-    if params.temperature > 0:
-        generator = torch.Generator(lm.device).manual_seed(params.seed or 0)
-        for _ in range(n_new + 1):
-            q = torch.empty_like(scores).exponential_(1, generator=generator)
-        scores = scores.softmax(-1) / q
-    best, second = scores.topk(2).values.tolist()
-    return float((best - second) / max(abs(best), 1e-30))
-
-
-def assert_same(
-    lm: LanguageModel, prompt: list[int], ours: list[int], expected: list[int], params: SamplingParams
-) -> int:
-    """The ids are equal up to a tie, if any. Returns 1 where a tie decided, and prints it."""
-    if ours == expected:
-        return 0
-    at = next(i for i, (a, b) in enumerate(itertools.zip_longest(ours, expected)) if a != b)
-    margin = gap(lm, prompt + ours[:at], at, params)
-    assert margin < MARGIN, (
-        f"token {at}: {ours[at : at + 3]} but transformers draws {expected[at : at + 3]}, gap {margin}"
-    )
-    print(f"tie at token {at}: relative gap {margin:.1e}, {params}")
-    return 1
 
 
 # Parity with transformers
@@ -206,6 +151,7 @@ def official_layout(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT2LMHea
     return reference, folder
 
 
+@pytest.mark.slow
 def test_the_official_layout_decodes_as_transformers_does(official_layout: tuple[GPT2LMHeadModel, Path]) -> None:
     reference, folder = official_layout
     lm = minigpt.load(folder, device="cpu")
@@ -430,11 +376,12 @@ def test_each_token_is_computed_once_and_memory_is_what_the_cache_needs(
     monkeypatch.setattr(GPT2, "head", count_head)
     lm.generate([[5] * 50, [7] * 20], max_new_tokens=30, stop_ids=())
     assert sum(computed) == 3 * (50 + 20 + 2 * 29)  # in 3 blocks; the last drawn token is never fed
-    assert sum(projected) == 2 * 30
+    assert projected == [1, 1]  # of each prompt the last position alone; steps have nothing else
     [(_, size)] = caches
     assert size == 4 * 3 * 2 * 79 * 24  # float32, layers, rows, tokens, width
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_from_one_call_to_the_next() -> None:
     lm = LanguageModel(from_hf(hf_model()).requires_grad_(True))
 
@@ -558,8 +505,8 @@ def test_ids_that_the_tokenizer_lacks_are_never_drawn() -> None:
 
 def test_end_ids_outside_the_vocabulary_are_ignored() -> None:
     lm = LanguageModel(from_hf(hf_model(eos_token_id=50256)))
-    assert lm.end_ids == ()
-    assert LanguageModel(from_hf(hf_model()), end_ids=[3, 999]).end_ids == (3,)
+    assert lm.limits.end_ids == ()
+    assert LanguageModel(from_hf(hf_model()), end_ids=[3, 999]).limits.end_ids == (3,)
 
 
 def test_nan_in_the_weights_is_an_error_and_never_a_token() -> None:
@@ -587,13 +534,13 @@ def test_seeds_repeat_and_differ(lm: LanguageModel) -> None:
 def test_sample_j_uses_seed_plus_j_and_shares_the_prefill(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [lm.generate([3, 4, 5], temperature=1.0, max_new_tokens=12, seed=s).ids for s in (2**64 - 1, 0, 1, 2, 3)]
     prefills = []
-    original = LanguageModel._prefill
+    original = Batch.prefill
 
-    def prefill(self: LanguageModel, ids: list[int], *rest: Any) -> Any:
+    def prefill(self: Batch, slot: int, ids: list[int]) -> Any:
         prefills.append(list(ids))
-        return original(self, ids, *rest)
+        return original(self, slot, ids)
 
-    monkeypatch.setattr(LanguageModel, "_prefill", prefill)
+    monkeypatch.setattr(Batch, "prefill", prefill)
     samples = lm.generate([3, 4, 5], temperature=1.0, max_new_tokens=12, seed=2**64 - 1, samples=5)
     assert [sample.seed for sample in samples] == [2**64 - 1, 0, 1, 2, 3]
     assert [sample.ids for sample in samples] == alone
@@ -811,6 +758,7 @@ def test_a_dtype_that_the_device_lacks_names_the_ones_it_has() -> None:
         minigpt.load("demo", device="cpu", dtype="bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision", "set_float32_matmul_precision", "none"])
 def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None:
     """In a process of its own: newer PyTorch lets a program use only one of these settings."""
@@ -822,7 +770,7 @@ def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None
     }
     if setting == "fp32_precision" and not hasattr(torch.backends.cuda.matmul, setting):
         pytest.skip("this torch does not have the setting")
-    code = "import torch, warnings; from minigpt.generation import find_dtype; warnings.simplefilter('error')\n"
+    code = "import torch, warnings; from minigpt.network.device import find_dtype; warnings.simplefilter('error')\n"
     code += (
         f"{lines[setting]}\ntry:\n    find_dtype('float32', torch.device('cuda'))\nexcept UserWarning as w: print(w)"
     )
@@ -831,6 +779,7 @@ def test_float32_on_cuda_warns_if_the_program_enabled_tf32(setting: str) -> None
     assert bool(run.stdout) == (setting != "none")
 
 
+@pytest.mark.slow
 def test_loading_stays_clear_of_torch_dynamo(tmp_path: Path) -> None:
     """Initialising on the meta device imports it, which takes longer than the rest of loading."""
     from_hf_model = hf_model()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny import from_hf, hf_model
 from transformers import GPT2LMHeadModel
 
+import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, Tokenizer, TokenizerError, save
 from minigpt.cli.main import main
 
@@ -100,23 +101,12 @@ def test_windows_go_through_the_model_together(monkeypatch: pytest.MonkeyPatch) 
     hidden = lm.model.hidden
     monkeypatch.setattr(lm.model, "hidden", lambda ids, **more: shapes.append(tuple(ids.shape)) or hidden(ids, **more))
     together = lm.score(ids, stride=16)
-    assert shapes == [(30, 31), (1, 19)]
+    assert shapes == [(31, 31)]  # the last, shorter window is padded
     monkeypatch.setattr("minigpt.scoring._TOKENS", 1)
     alone = lm.score(ids, stride=16)
     assert shapes[-1][0] == 1 and len(alone.logprobs) == len(together.logprobs) == 499
     worst = max(abs(a - b) for a, b in zip(together.logprobs, alone.logprobs, strict=True))
     assert worst < 1e-4  # measured: 0, on one thread
-
-
-def test_long_texts_have_the_same_ids_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer.gpt2()
-    monkeypatch.setattr("minigpt.text.tokenizer._PART", 7)
-    rng = random.Random(0)
-    for _ in range(300):
-        parts = ["word", " ", "  ", "\n", "7", " don't", "<|endoftext|>", "\u00e9", " \U0001f917", ","]
-        text = "".join(rng.choice(parts) for _ in range(rng.randrange(60)))
-        for special in (False, True):
-            assert tokenizer.encode_long(text, special=special).tolist() == tokenizer.encode(text, special=special)
 
 
 def test_text_beginning_tokens_and_bytes() -> None:
@@ -163,3 +153,88 @@ def test_json_has_no_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "Infinity" not in out and "NaN" not in out
     assert json.loads(out)["perplexity"] is None and json.loads(out)["mean"] < -700
+
+
+def reference_logprobs(reference: Any, ids: list[int], n_scored: int) -> list[float]:
+    """Of the last n_scored ids, by transformers; the last id is never fed."""
+    with torch.no_grad():
+        logits = reference(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+    return [float(logits[at - 1, ids[at]]) for at in range(len(ids) - n_scored, len(ids))]
+
+
+def test_a_continuation_is_scored_after_its_context() -> None:
+    """Also one that fills the context, where the harness feeds all but the last token, and one whose context is cut."""
+    reference = hf_model()
+    lm = LanguageModel(from_hf(reference))
+    ids = torch.randint(3, 64, (80,), generator=torch.Generator().manual_seed(1)).tolist()
+    for n_context, n_text in ((1, 1), (5, 9), (20, 13), (60, 9), (50, 30), (1, 32)):
+        context, text = ids[:n_context], ids[-n_text:]
+        fed = [*context, *text][-33:]
+        score = lm.score(text, context=context)
+        wanted = reference_logprobs(reference, fed, n_text)
+        assert score.ids == fed and len(score.logprobs) == n_text
+        assert max(abs(a - b) for a, b in zip(score.logprobs, wanted, strict=True)) < 2e-4  # measured: 2e-5
+        assert score.total == math.fsum(score.logprobs)
+    with pytest.raises(PromptError, match="33 tokens, but the model's context is 32"):
+        lm.score(ids[:33], context=[5])
+    assert lm.score([7, 8], context=[]) == lm.score([7, 8], context=[1])  # the beginning-of-text token is 1
+    for wrong in ({"bos": True}, {"stride": 4}):
+        with pytest.raises(ValueError, match="context goes with neither bos nor stride"):
+            lm.score([7], context=[5], **wrong)
+
+
+def test_white_space_between_context_and_text_belongs_to_the_text() -> None:
+    lm = minigpt.load("demo", device="cpu")
+    one = lm.score("sat down.", context="The cat ")
+    assert one == lm.score(" sat down.", context="The cat") and lm.tokenizer.decode(one.ids) == "The cat sat down."
+    assert len(one.logprobs) == len(lm.encode(" sat down."))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_list_gives_what_each_text_gives_alone(dtype: str) -> None:
+    lm = minigpt.load("demo", device="cpu", dtype=dtype)
+    texts = ["The cat sat.", "One day, a little girl named Lily went to the park.", "", "Tom", "A dog! " * 30]
+    contexts = ["Once.", "", "Hi", "Lily and ", "See:"]
+    for together, alone in (
+        (lm.score(texts), [lm.score(text) for text in texts]),
+        (lm.score(texts, bos=True), [lm.score(text, bos=True) for text in texts]),
+        (lm.score(texts, stride=5), [lm.score(text, stride=5) for text in texts]),
+        (
+            lm.score(texts, context=contexts),
+            [lm.score(text, context=c) for text, c in zip(texts, contexts, strict=True)],
+        ),
+    ):
+        for ours, theirs in zip(together, alone, strict=True):
+            assert ours.ids == theirs.ids and len(ours.logprobs) == len(theirs.logprobs)
+            pairs = zip(ours.logprobs, theirs.logprobs, strict=True)
+            assert max((abs(a - b) for a, b in pairs), default=0.0) < 1e-4  # measured: 1e-5
+    assert math.isnan(lm.score("").mean) and lm.score("").logprobs == []
+    with pytest.raises(ValueError, match="one for each of the 5 texts"):
+        lm.score(texts, context=contexts[:2])
+    with pytest.raises(ValueError, match="one for each of the 5 texts"):
+        lm.score(texts, context="Once")
+
+
+def test_the_best_tokens_in_each_place() -> None:
+    lm = LanguageModel(from_hf(hf_model()))
+    score = lm.score([3, 4, 5, 6], logprobs=2)
+    logits = lm.model(torch.tensor([[3, 4, 5]]))[0].log_softmax(-1)
+    assert score.top is not None and [len(top) for top in score.top] == [2, 2, 2]
+    for place, top in enumerate(score.top):
+        values, ids = logits[place].topk(2)
+        assert [id for id, _ in top] == ids.tolist()
+        assert max(abs(a - b) for (_, a), b in zip(top, values.tolist(), strict=True)) < 1e-5
+    assert lm.score([3, 4, 5, 6]).top is None
+    with pytest.raises(ValueError, match="logprobs"):
+        lm.score([3, 4], logprobs=-1)
+
+
+def test_ids_without_a_token_are_never_listed() -> None:
+    """A padded vocabulary: its rows count for the softmax, but are no candidates, in generate and in score."""
+    model = GPT2(GPT2Config(vocab_size=50304, n_embd=8, n_head=1, n_layer=1, n_positions=64, initializer_range=1.0))
+    with torch.no_grad():
+        model.wte.weight[50257:] *= 10
+    lm = LanguageModel(model, Tokenizer.gpt2())
+    found = lm.generate("a b c", max_new_tokens=8, logprobs=5)
+    assert all(id < 50257 for one in found.logprobs or () for id, _ in one.top)
+    assert all(id < 50257 for top in lm.score("a b c d", logprobs=5).top or () for id, _ in top)

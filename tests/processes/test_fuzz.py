@@ -1,7 +1,7 @@
 """Files from hostile hands: whatever they hold, loading and using them gives a result or a MiniGPTError.
 
 A few hundred cases by default; --fuzz-cases 5000 runs that many. Each runs in a process of its own kind
-(fuzz_worker.py), where a crash, a hang over 10 s, more than 1 GiB of memory and anything written are seen.
+(fuzz_worker.py), where a crash, a hang of a minute, more than 1 GiB of memory and anything written are seen.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from minigpt import GPT2, GPT2Config, save
 from minigpt.text.vocabulary import _ALPHABET
 
+pytestmark = pytest.mark.slow
 MERGES = ["Ġ t", "h e", "Ġt he", "a a", "aa aa"]
 PROMPTS = ["the aaaa", "", [0, 5, 256], [10**4000], [-1, 2**63], "\ud800\0 é" * 3]
 DTYPES = ["F64", "F32", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "F4", "C64", "f32", "", None, 5]

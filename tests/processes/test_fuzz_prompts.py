@@ -20,6 +20,7 @@ from tiny import gpt2_folder
 
 import minigpt
 
+pytestmark = pytest.mark.slow
 ODD_TEXTS = [
     "",
     "\0",

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer
-from test_hub import environment
+from hub_server import HubServer, environment
 from tiny import gpt2_folder
 
 REPO = "me/model"

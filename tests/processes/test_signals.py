@@ -21,6 +21,7 @@ from tiny import gpt2_folder
 import minigpt
 from minigpt import GPT2, GPT2Config
 
+pytestmark = pytest.mark.slow
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 

@@ -22,7 +22,10 @@ from tiny import gpt2_folder
 import minigpt
 from minigpt import LanguageModel
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads memory and handles from /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads memory and handles from /proc"),
+]
 WORDS = ["The", "cat", "sat", "on", "the", "mat,", "café", "🙂", "and", "1,024", "other", "things.\n"]
 
 

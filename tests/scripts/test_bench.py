@@ -9,14 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench
 import pytest
 import torch
 from tiny import gpt2_folder
 
 import minigpt
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import bench
 
 
 def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -29,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gpt2_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.mark.slow
 def test_it_measures_minigpt_beside_transformers(folder: Path, tmp_path: Path) -> None:
     """With one round, the bytes of a process were once given as its seconds."""
     output = tmp_path / "out.json"
@@ -96,6 +95,7 @@ class Ends(bench.Engine):
         sys.exit(9)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_named_with_the_reason() -> None:
     """It once took the results of all the others with it."""
     process = bench.Process("ends", "float32", Ends, ())

@@ -15,7 +15,6 @@ import pytest
 from conftest import ROOT
 
 pytest.importorskip("lm_eval", reason='needs pip install -e ".[lm-eval]"')
-from test_tokenizer import gpt2, official  # noqa: F401
 
 TASKS = {
     "local_choice": """
@@ -54,7 +53,7 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, official: Path) -> Path:  # noqa: F811
+def demo(tmp_path_factory: pytest.TempPathFactory, official: Path) -> Path:
     """The demo model with GPT-2's tokenizer files beside it, which transformers needs."""
     source = ROOT / "weights" / "demo"
     if not (source / "model.safetensors").is_file():

@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_loaded_is_one_clear_line(folder: Path, tmp_path:
         ["-m", str(tmp_path / "nowhere")],
         ["-m", str(broken)],
         ["-m", str(no_text)],
-        ["-m", str(folder), "--dtype", "float16"],
+        ["-m", str(folder), "--dtype", "bfloat16"],  # which a CPU has not
     ):
         done = ray(*args, *options)
         assert done.returncode == 1 and done.stderr.startswith("ray_generate: error: "), done.stderr

@@ -7,23 +7,20 @@ import lzma
 import math
 import random
 import signal
-import sys
 from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
 
+import evaluate_demo
 import pytest
 import torch
 import torch.nn.functional as F
+import train_demo
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
 import minigpt
 from minigpt import GPT2, GPT2Config
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import evaluate_demo
-import train_demo
 
 TINY = (
     *("--layers", "2", "--width", "8", "--heads", "2", "--context", "16", "--batch", "4"),

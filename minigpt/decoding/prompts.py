@@ -1,0 +1,113 @@
+"""From what a caller gives, prompts and params in any form, to the sequences that are to be continued."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor
+
+from minigpt.decoding.params import SamplingParams
+from minigpt.decoding.sequence import Failure, Limits, Prompt, Sequence
+from minigpt.errors import MiniGPTError, PromptError, TokenizerError
+
+Ids = SequenceOf[int] | Tensor  # or a 1-D array
+Text = str | Ids
+Task = tuple[Text, SamplingParams] | Failure  # what generate_each takes
+Encode = Callable[[Text], list[int]]
+
+
+def listed(prompt: Any) -> Any:
+    """A tensor or array as a list; anything else as it is."""
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+
+def is_one_prompt(prompt: Any) -> bool:
+    """A str or a list of ints is one prompt; a list of anything else, or of nothing, is many. Raises PromptError."""
+    if isinstance(prompt, str):
+        return True
+    _check_is_list(prompt)
+    return len(prompt) > 0 and isinstance(prompt[0], Integral) and not isinstance(prompt[0], bool)
+
+
+def as_ids(prompt: Any) -> list[int]:
+    """A list, 1-D tensor or array of token ids as a list of ints. Raises PromptError."""
+    prompt = listed(prompt)
+    _check_is_list(prompt)
+    if any(isinstance(item, bool) or not isinstance(item, Integral) for item in prompt):
+        raise PromptError(f"a prompt is text or a list of token ids, not {list(prompt)[:5]!r}")
+    return [int(item) for item in prompt]
+
+
+def as_task(one: Text | Task | None, params: SamplingParams) -> Task | None:
+    """A prompt with these params; a task, or None for "nothing yet", as it is."""
+    if one is None or isinstance(one, Failure):
+        return one
+    whole = isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], SamplingParams)
+    return one if whole else (one, params)  # type: ignore[return-value]
+
+
+def _check_is_list(prompt: Any) -> None:
+    if not isinstance(prompt, SequenceOf) or isinstance(prompt, (bytes, bytearray)):
+        raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+
+
+def final(params: SamplingParams | None, overrides: Mapping[str, object]) -> SamplingParams:
+    """The params with the overrides in place. Warns of options that have no effect."""
+    params = (params or SamplingParams()).over(overrides)
+    if unused := params.without_effect():
+        names = ", ".join(unused)
+        warnings.warn(f"{names} has no effect at temperature 0, which is greedy decoding", stacklevel=4)
+    return params
+
+
+def checked(
+    prompts: Any, params: Any, overrides: Mapping[str, object], encode: Encode, limits: Limits
+) -> Iterator[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its params. Raises now for bad params, and in its turn, with its index, for a bad prompt."""
+    if isinstance(prompts, str):
+        raise PromptError("generate_many takes a list of prompts: use generate for one")
+    if params is None or isinstance(params, SamplingParams):
+        each: Iterable[SamplingParams] = itertools.repeat(final(params, overrides))
+    elif not isinstance(prompts, SequenceOf):
+        raise ValueError("a list of params needs a list of prompts")
+    elif not all(isinstance(one, SamplingParams) for one in params):
+        raise ValueError("params must be SamplingParams, or a list with one for each prompt")
+    elif len(params) != len(prompts):
+        raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each")
+    else:
+        each = [final(one, overrides) for one in params]
+    alone = isinstance(prompts, SequenceOf) and len(prompts) == 1
+
+    def pairs() -> Iterator[tuple[Prompt, SamplingParams]]:
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=False)):
+            try:
+                yield Prompt(encode(prompt), one, limits), one
+            except (PromptError, TokenizerError) as error:
+                raise error if alone else type(error)(f"prompt {index}: {error}") from None
+
+    return pairs()
+
+
+def sequences(tasks: Iterable[Task | None], encode: Encode, limits: Limits) -> Iterator[Sequence | Failure | None]:
+    """A Sequence for each sample of each task, read as needed; a Failure for a prompt that cannot be used."""
+    for task in tasks:
+        if task is None or isinstance(task, Failure):
+            yield task
+            continue
+        try:
+            text, params = task
+            prompt = Prompt(encode(text), params, limits)
+        except (MiniGPTError, ValueError) as error:
+            yield Failure(error)
+            continue
+        yield from samples(prompt, params, limits)
+
+
+def samples(prompt: Prompt, params: SamplingParams, limits: Limits) -> Iterator[Sequence]:
+    """The prompt's samples, each as it is asked for."""
+    return (Sequence(prompt, params, sample, limits) for sample in range(params.samples))
