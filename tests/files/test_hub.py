@@ -342,8 +342,8 @@ def test_two_processes_fetch_a_model_at_once(hub: HubServer, home: Path) -> None
 def test_a_signal_while_downloading_leaves_nothing(hub: HubServer, home: Path, number: int, code: int) -> None:
     hub.cut = len(WEIGHTS) // 2
     hub.stall.set()
-    process = subprocess.Popen([sys.executable, "-m", "minigpt", "generate", "Once", "-m", REPO],
-                               env=environment(hub.url, home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    line = [sys.executable, "-m", "minigpt", "generate", "Once", "-m", REPO]
+    process = subprocess.Popen(line, env=environment(hub.url, home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert hub.stalled.wait(30)
     process.send_signal(number)
     assert (process.communicate(timeout=30)[0], process.returncode) == (b"", code)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import tiny
-from test_tokenizer import AB, END, PAIR, added, pipeline, small, write
 from transformers import AutoTokenizer
+from vocabularies import AB, END, PAIR, added, pipeline, small, write
 
 import minigpt
 from minigpt.errors import TokenizerError
