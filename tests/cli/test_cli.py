@@ -365,17 +365,11 @@ def test_info_refuses_files_that_do_not_fit_their_config(run: Any, folder: Path,
 # Real processes
 
 
-def test_help_is_quick_and_never_imports_torch() -> None:
+def test_help_never_imports_torch() -> None:
     for args in (["--help"], ["generate", "--help"], ["--version"], ["generate", "--top-k", "x"]):
         code = f"import sys; sys.argv = ['minigpt', *{args!r}]\ntry:\n    from minigpt.cli.main import main; main()\n"
         code += "finally:\n    assert not {'torch', 'tiktoken', 'huggingface_hub', 'safetensors'} & set(sys.modules)"
         assert b"AssertionError" not in subprocess.run([sys.executable, "-c", code], capture_output=True).stderr
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        assert process("--help").wait() == 0
-        times.append(time.perf_counter() - started)
-    assert min(times) < 0.3
 
 
 def test_every_option_is_described() -> None:
