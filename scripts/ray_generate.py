@@ -25,7 +25,7 @@ from minigpt import MiniGPTError, SamplingParams, Tokenizer
 from minigpt.files import checkpoint, locate
 from minigpt.jobs import Job, records
 from minigpt.network.device import find_device, find_dtype
-from minigpt.records import Line
+from minigpt.lines import Line
 
 
 class Worker:
