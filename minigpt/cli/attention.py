@@ -5,32 +5,43 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from minigpt.cli.machine import load
+from minigpt.cli.main import Unwinding
+from minigpt.cli.prompt import read_prompt
+from minigpt.cli.tokenize import note_special
 
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
-    from minigpt.network.model import GPT2
-from minigpt.cli.machine import _load, _on_signal, _raise_stopped
-from minigpt.cli.prompt import _parse_ids, _prompt
-from minigpt.interpret import heads as inside
-from minigpt.interpret.page import check_page, page
-from minigpt.interpret.terminal import (
-    Screen,
-    head_lines,
-    head_records,
-    label,
-    layer_lines,
-    lens_lines,
-    lens_records,
-    loss_lines,
-    role_lines,
-    role_records,
-)
 
 
-def chosen(what: str, numbers: Sequence[int] | None, count: int) -> list[int]:
+def run(args: argparse.Namespace) -> None:
+    """Do what the arguments say."""
+    if args.html == "":
+        raise ValueError("--html needs the name of a file to write")
+    if args.lens and args.html is None and (args.layer, args.head) != (None, None):
+        raise ValueError("--lens shows every block as a whole: it takes no --layer or --head")
+    given = (args.text, args.prompt, args.file) != (None, None, None)
+    prompt = read_prompt(args) if given or not args.roles or args.html is not None else None
+    lm = load(args).without(args.ablate)
+    ids, about = _random_ids(lm) if prompt is None else (lm.encode(prompt, special=args.special), "this text")
+    note_special(lm.limits.tokenizer, prompt, ids)
+    layers = _chosen("layer", args.layer, lm.config.n_layer)
+    heads = _chosen("head", args.head, lm.config.n_head)
+    with Unwinding():
+        if args.html is not None:
+            said = _write_page(lm, ids, args, layers, heads)
+            if not args.json:  # then all that is printed is JSON
+                print(said, flush=True)
+        if args.html is None or args.json or args.roles or args.lens or args.rank:
+            for line in _lines(lm, ids, about, args, layers, heads):
+                print(line, flush=True)
+
+
+def _chosen(what: str, numbers: Sequence[int] | None, count: int) -> list[int]:
     """The layers or heads asked for, all of them for None; ValueError for one that the model does not have."""
     for number in numbers or ():
         if not 0 <= number < count:
@@ -38,102 +49,65 @@ def chosen(what: str, numbers: Sequence[int] | None, count: int) -> list[int]:
     return list(range(count)) if numbers is None else list(dict.fromkeys(numbers))
 
 
-def report(lm: LanguageModel, ids: list[int] | None, args: argparse.Namespace, screen: Screen) -> Iterator[str]:
-    """The lines that the `attention` command prints for its arguments; with --html, it writes the page first.
+def _random_ids(lm: LanguageModel) -> tuple[list[int], str]:
+    """Random tokens that come twice, of those that ordinary text can have, and what to call them."""
+    from minigpt.interpret.heads import repeated_random
 
-    ids: the text, checked; None, with --roles: random tokens that come twice.
-    Raises what heads.py raises, ValueError for heads that do not exist, PromptError for too large a page.
-    """
-    config = lm.config
-    layers = chosen("layer", args.layer, config.n_layer)
-    heads = chosen("head", args.head, config.n_head)
-    model = inside.without_heads(lm.model, inside.named_heads(config, args.ablate))
-    if args.lens and args.html is None and (args.layer, args.head) != (None, None):
-        raise ValueError("--lens shows every block as a whole: it takes no --layer or --head")
-    about = "this text"
-    if ids is None:
-        ids = _random_ids(lm)
-        about = f"{len(ids) // 2} random tokens that come twice"
-    if args.html is not None:
-        written = _write_page(lm, ids, args, layers, heads)
-        if not args.json:  # then all that is printed is JSON
-            yield written
-        if not (args.json or args.roles or args.lens or args.rank):
-            return
+    limits = lm.limits
+    odd = {*limits.undecodable_ids, *limits.end_ids}
+    odd |= set(limits.tokenizer.special_tokens.values() if limits.tokenizer else ())
+    ids = repeated_random([id for id in range(limits.vocab_size) if id not in odd], limits.n_positions)
+    return ids, f"{len(ids) // 2} random tokens that come twice"
+
+
+def _lines(
+    lm: LanguageModel, ids: list[int], about: str, args: argparse.Namespace, layers: list[int], heads: list[int]
+) -> Iterator[str]:
+    """The lines that the arguments ask for: of --lens, --rank, --roles or the patterns."""
+    from minigpt.interpret import heads as inside
+    from minigpt.interpret import terminal as show
+
+    tokenizer, pairs = lm.limits.tokenizer, [(layer, head) for layer in layers for head in heads]
     if args.lens:
-        found = inside.lens(model, ids)
-        yield from map(json.dumps, lens_records(found, lm.tokenizer)) if args.json else lens_lines(found, lm.tokenizer)
+        found = inside.lens(lm.model, ids)
+        records: Iterable[Any] = show.lens_records(found, tokenizer)
+        yield from map(json.dumps, records) if args.json else show.lens_lines(found, tokenizer)
         return
-    pairs = [(layer, head) for layer in layers for head in heads]
     if args.rank:
-        yield from _rank(model, ids, pairs, args.json)
+        losses = sorted(inside.ablation_losses(lm.model, ids, pairs), key=lambda one: -one[2])
+        ranked = ({"layer": layer, "head": head, "increase": rise} for layer, head, rise in losses)
+        yield from map(json.dumps, ranked) if args.json else show.loss_lines(losses)
         return
-    weights = inside.patterns(model, ids)
-    labels = [label(lm.tokenizer, id) for id in ids]
+    weights = inside.patterns(lm.model, ids)
     if args.roles:
         roles = inside.head_roles(weights, ids)
-        yield from map(json.dumps, role_records(roles, pairs)) if args.json else role_lines(roles, pairs, about)
+        records = show.role_records(roles, pairs)
+        yield from map(json.dumps, records) if args.json else show.role_lines(roles, pairs, about)
     elif args.json:
-        yield from map(json.dumps, head_records(weights, ids, lm.tokenizer, pairs))
+        yield from map(json.dumps, show.head_records(weights, ids, tokenizer, pairs))
     else:
+        labels, screen = [show.label(tokenizer, id) for id in ids], show.Screen.of(sys.stdout)
         for layer in layers if args.layer else layers[:1]:
             if args.head is None:
-                yield from layer_lines(weights, labels, layer, screen)
+                yield from show.layer_lines(weights, labels, layer, screen)
             for head in heads if args.head else ():
-                yield from head_lines(weights, labels, layer, head, screen)
-
-
-def _random_ids(lm: LanguageModel) -> list[int]:
-    """Random ids that come twice, of the tokens that ordinary text can have."""
-    missing = {*lm.missing_ids, *lm.end_ids, *(lm.tokenizer.special_tokens.values() if lm.tokenizer else ())}
-    candidates = [id for id in range(lm.config.vocab_size) if id not in missing]
-    return inside.repeated_random(candidates, lm.config.n_positions)
+                yield from show.head_lines(weights, labels, layer, head, screen)
 
 
 def _write_page(
     lm: LanguageModel, ids: list[int], args: argparse.Namespace, layers: list[int], heads: list[int]
 ) -> str:
     """Write the page to args.html, with the roles on this text and, with --roles, on random tokens; a line about it."""
+    from minigpt.interpret import heads as inside
+    from minigpt.interpret.page import check_page, page
+
     check_page(len(ids), len(layers) * len(heads))
-    weights = lm.attention(ids, ablate=args.ablate)
+    weights = inside.patterns(lm.model, ids)
     roles = [("this text", inside.head_roles(weights, ids))]
     if args.roles:
-        again = _random_ids(lm)
-        scores = inside.head_roles(lm.attention(again, ablate=args.ablate), again)
-        roles.append((f"{len(again) // 2} random tokens that come twice", scores))
-    made = page(
-        weights, ids, lm.tokenizer, model=args.model, layers=layers, heads=heads, roles=roles, ablated=args.ablate
-    )
-    data = made.encode()
+        again, about = _random_ids(lm)
+        roles.append((about, inside.head_roles(inside.patterns(lm.model, again), again)))
+    shown: Any = {"model": args.model, "layers": layers, "heads": heads, "roles": roles, "ablated": args.ablate}
+    data = page(weights, ids, lm.limits.tokenizer, **shown).encode()
     Path(args.html).write_bytes(data)
     return f"{args.html}: {len(layers)} x {len(heads)} heads, {len(ids)} tokens, {len(data) // 1000:,} KB"
-
-
-def _rank(model: GPT2, ids: list[int], pairs: list[tuple[int, int]], as_json: bool) -> Iterator[str]:
-    """The ranking, most needed head first."""
-    losses = list(inside.ablation_losses(model, ids, pairs))
-    losses.sort(key=lambda one: -one[2])
-    if as_json:
-        yield from (json.dumps({"layer": layer, "head": head, "increase": rise}) for layer, head, rise in losses)
-    else:
-        yield from loss_lines(losses)
-
-
-def run(args: argparse.Namespace) -> None:
-    if args.html == "":
-        raise ValueError("--html needs the name of a file to write")
-    given = (args.text, args.prompt, args.file) != (None, None, None)
-    text = _prompt(args) if given or not args.roles or args.html is not None else None
-    ids = _parse_ids(text) if text is not None and args.ids else None
-    lm = _load(args)
-
-    from minigpt.decoding.sequence import encode
-    from minigpt.interpret import terminal
-
-    if text is not None:
-        if ids is None and lm.tokenizer is not None:
-            ids = lm.tokenizer.encode(text, special=args.special)
-        ids = encode(lm, text if ids is None else ids)  # checked; text without a tokenizer: it says what to do
-    with _on_signal(_raise_stopped):
-        for line in report(lm, ids, args, terminal.Screen.of(sys.stdout)):
-            print(line, flush=True)

@@ -1,39 +1,36 @@
-"""TODO."""
+"""`minigpt tokenize`: a text's tokens, one a line."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING
+
+from minigpt.cli.machine import note
+from minigpt.cli.prompt import read_prompt
 
 if TYPE_CHECKING:
     from minigpt.text.tokenizer import Tokenizer
-from minigpt.cli.machine import _print_json
-from minigpt.cli.prompt import _prompt
-
-
-def _shown(tokenizer: Tokenizer, id: int) -> str:
-    """A token as Python writes it: text, or bytes where it is part of a character."""
-    data = tokenizer.token_bytes(id)
-    try:
-        return repr(data.decode("utf-8"))
-    except UnicodeDecodeError:
-        return repr(data)
 
 
 def run(args: argparse.Namespace) -> None:
-    text = _prompt(args)
+    """Do what the arguments say."""
+    text = str(read_prompt(args))
 
-    from minigpt.errors import TokenizerError
-    from minigpt.files import checkpoint, locate
-    from minigpt.text.tokenizer import Tokenizer
+    from minigpt.interpret.terminal import label, token_record
+    from minigpt.loading import load_tokenizer
 
-    folder = locate.locate(args.model, revision=args.revision, offline=args.offline, progress=True)
-    tokenizer = Tokenizer.from_folder(folder, checkpoint.read_config(folder).vocab_size)
-    if tokenizer is None:
-        raise TokenizerError(f"{args.model} has no tokenizer: it takes token ids only")
-    for id in tokenizer.encode(text, special=args.special):
-        token = _shown(tokenizer, id)
-        if args.json:
-            _print_json({"id": id, "token": token})
-        else:
-            print(f"{id}\t{token}")
+    tokenizer = load_tokenizer(args.model, revision=args.revision, offline=args.offline, progress=True)
+    ids = tokenizer.encode(text, special=args.special)
+    note_special(tokenizer, text, ids)
+    for id in ids:
+        print(json.dumps(token_record(tokenizer, id)) if args.json else f"{id}\t{label(tokenizer, id)}")
+
+
+def note_special(tokenizer: Tokenizer | None, text: object, ids: list[int]) -> bool:
+    """Say so if the text spells special tokens that `ids` hold as plain text."""
+    special = tokenizer.special_tokens if tokenizer and isinstance(text, str) else {}
+    plain = [name for name, id in special.items() if name in str(text) and id not in ids]
+    if plain:
+        note(f"{plain[0]} is read as plain text: add --special to read it as the special token")
+    return bool(plain)

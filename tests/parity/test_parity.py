@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from host import DEFAULTS, default
 from tiny import from_hf, hf_model, save_hf
 from transformers import GPT2LMHeadModel
 
@@ -165,7 +166,8 @@ def test_tokenizer_vectors_can_fail_and_are_skipped_for_other_vocabularies() -> 
 
 @pytest.fixture(scope="module")
 def official(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Entry]:
-    model = hf_model(vocab_size=50257, n_positions=192, n_embd=48, n_layer=12, n_head=12, eos_token_id=50256)
+    ends = {"bos_token_id": 50256, "eos_token_id": 50256}
+    model = hf_model(vocab_size=50257, n_positions=192, n_embd=48, n_layer=12, n_head=12, **ends)
     model.set_attn_implementation("eager")
     folder = save_hf(model, tmp_path_factory.mktemp("official"))
     sha = checkpoint.describe(folder)["files"][0]["sha256"]
@@ -309,7 +311,9 @@ def test_an_offset_of_all_logits_widens_no_tolerance() -> None:
         {**entry, "kind": "logit difference", "ids": [1, 2], "values": [float(scores[1] - scores[2]) + 4.0]},
     ]
     assert [check.passed for check in check_published(lm, wrong)] == [False] * 3
-    assert limits.allowed_error(lm, nan, 1.0) == 0.0 and limits.allowed_error(lm, logits - 100, 1.0) == pytest.approx(3.4, 0.02)
+    assert limits.allowed_error(lm, nan, 1.0) == 0.0 and limits.allowed_error(lm, logits - 100, 1.0) == pytest.approx(
+        3.4, 0.02
+    )
     reference.generation_config.eos_token_id = None
     prompts = {"three": [5, 6, 7]}
     checks = list(against.compare(lm, reference, prompts))
@@ -501,6 +505,30 @@ def test_a_good_model_passes_and_wrong_ids_fail(folder: Path, monkeypatch: pytes
     wrong = [check for check in against.compare(lm, reference, prompts) if check.name.startswith(("greedy", "sampled"))]
     assert all(check.passed is False and "first differs at token 3" in check.detail for check in wrong)
     assert all("top-2 margin" in check.detail for check in wrong)
+
+
+@pytest.mark.parametrize("host", DEFAULTS)
+def test_the_hosts_defaults_change_no_check(official: tuple[Path, Entry], folder: Path, host: str) -> None:
+    """Prompts were drawn by a generator of the CPU for the host's default device, figures kept in its default dtype."""
+
+    def checks() -> list[Check]:
+        lm = minigpt.load(folder, device="cpu")
+        reference = against.load_reference(folder, lm)
+        return list(against.compare(lm, reference, against.choose_prompts(lm)))
+
+    lm = minigpt.load(official[0], device="cpu")
+    one_each = list({entry["kind"]: entry for entry in official[1]["checks"]}.values())
+    expected, numbers = checks(), list(check_published(lm, one_each))
+    assert all(check.passed for check in expected + numbers)
+    with default(host):
+        again, numbers_again = checks(), list(check_published(lm, one_each))
+    assert again == expected and numbers_again == numbers
+
+
+def test_the_callers_settings_hold_between_two_checks(folder: Path) -> None:
+    lm = minigpt.load(folder, device="cpu")
+    for _ in against.compare(lm, against.load_reference(folder, lm), {"three": [3, 4, 5]}):
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def test_a_small_trained_model_passes(golden: Path) -> None:
