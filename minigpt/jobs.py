@@ -16,57 +16,19 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from minigpt.decoding.params import SamplingParams, fresh_seed
 from minigpt.errors import MiniGPTError
-from minigpt.lines import Source, name_of, numbered, read, survey, unique_ids
-from minigpt.records import Line, Output, as_record, score_record
+from minigpt.lines import Line, Source, name_of, numbered, read, read_lines, survey, unique_ids
+from minigpt.records import Output, as_record, score_figures
 
 if TYPE_CHECKING:
     from minigpt.decoding.prompts import Task
     from minigpt.language_model import LanguageModel
-    from minigpt.scoring import Score
-
-_KEYS = ("prompt", "ids", *(field.name for field in fields(SamplingParams)))
-
-
-def read_lines(source: Source, params: SamplingParams, fresh: int) -> Iterator[Line]:
-    """The lines of a file, each with `params` and its own options over them; a bad line comes with its error.
-
-    Line n has its own seed, else params.seed + n (mod 2^64), else, if it samples, fresh + n.
-    Raises MiniGPTError if the file cannot be read.
-    """
-    return unique_ids(parse(number, data, params, fresh) for number, data in numbered(source))
-
-
-def parse(number: int, data: bytes, params: SamplingParams, fresh: int) -> Line:
-    """One line of the input, see read_lines. Never raises: what is wrong is in the result."""
-    return read(number, data, _KEYS, lambda line, values: _task(line, values, params, fresh))
-
-
-def _task(line: Line, values: dict[str, Any], params: SamplingParams, fresh: int) -> Line:
-    """The line with what it asks for; ValueError for what it may not."""
-    if ("prompt" in values) == ("ids" in values):
-        raise ValueError("give one of prompt (text) and ids (a list of token ids)")
-    text, ids = values.pop("prompt", ""), values.pop("ids", None)
-    if not isinstance(text, str):
-        raise ValueError(f"prompt must be a text, not {type(text).__name__}")
-    if ids is not None and not isinstance(ids, list):
-        raise ValueError(f"ids must be a list of token ids, not {type(ids).__name__}")
-    if any(isinstance(item, (list, dict)) for item in ids or ()):
-        raise ValueError("ids must be a list of token ids, with no list or object inside")
-    base = fresh if params.seed is None else params.seed
-    own = params.over(values)
-    if idle := [name for name in own.without_effect() if name in values or name != "seed"]:
-        warnings.warn(f"{', '.join(idle)} has no effect on a line at temperature 0, which is greedy", stacklevel=2)
-    if "seed" not in values and (params.seed is not None or own.temperature > 0):
-        own = own.over({"seed": (base + line.number) % 2**64})
-    return replace(line, prompt=text if ids is None else ids, params=own)
 
 
 def records(
@@ -94,7 +56,7 @@ def records(
         params = line.params
         if line.skip:  # sample j draws with seed + j
             seed = params.seed if params.temperature == 0 else ((params.seed or 0) + line.skip) % 2**64
-            params = params.over({"samples": params.samples - line.skip, "seed": seed})
+            params = replace(params, samples=params.samples - line.skip, seed=seed)
         try:
             return lm.encode(line.prompt, special=special if line.special is None else line.special), params
         except MiniGPTError as error:
@@ -138,7 +100,8 @@ def score_records(
                 result = next(found)
                 if isinstance(result, Exception):
                     raise result
-                yield score_record(line.id, str(line.prompt), line.context, result, model)
+                texts = {"id": line.id, "text": line.prompt, "context": line.context}
+                yield {**texts, **score_figures(result), "model": model}
             except ValueError as error:
                 yield {"id": line.id, "line": line.number, "error": str(error)}
 
@@ -152,16 +115,16 @@ def _text(line: Line, values: dict[str, Any]) -> Line:
     return replace(line, prompt=values["text"], context=values.get("context"))
 
 
-def _scores(
-    lm: LanguageModel, lines: list[Line], special: bool, options: dict[str, Any]
-) -> list[Score | MiniGPTError | ValueError]:
-    """The lines' scores: of all together or, where that fails, of each by itself, or why it has none."""
+def _scores(lm: LanguageModel, lines: list[Line], special: bool, options: dict[str, Any]) -> list[Any]:
+    """The lines' scores: of all together or, where that fails, of each by itself, or the error in its place."""
     flags = {special if line.special is None else line.special for line in lines}
-    contexts = [line.context for line in lines] if any(line.context is not None for line in lines) else None
+    contexts: Any = [line.context for line in lines] if any(line.context is not None for line in lines) else None
+    texts: list[Any] = [line.prompt for line in lines]
     try:
         if len(flags) > 1:
             raise ValueError("lines of both kinds")
-        return lm.score([line.prompt for line in lines], context=contexts, special=True in flags, **options)
+        scores: list[Any] = lm.score(texts, context=contexts, special=True in flags, **options)
+        return scores
     except (MiniGPTError, ValueError) as error:
         return [error] if len(lines) == 1 else [one for line in lines for one in _scores(lm, [line], special, options)]
 

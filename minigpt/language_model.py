@@ -90,7 +90,7 @@ class LanguageModel:
         if isinstance(self._tokenizer, Tokenizer):
             return self._tokenizer
         raise self._tokenizer or TokenizerError(
-            "this model has no tokenizer: give token ids (on the command line with --ids)"
+            "this model has no tokenizer: give token ids (on a command line: --ids)"
         )
 
     @property
@@ -112,9 +112,9 @@ class LanguageModel:
         """
         ids = self.tokenizer.encode(text, special=special) if isinstance(text, str) else given.as_ids(text)
         size = self.limits.vocab_size
-        for id in ids:
-            if not 0 <= id < size:
-                raise PromptError(f"token id {short_repr(id)} is outside the vocabulary (0 to {size - 1})")
+        wrong = next((id for id in ids if not 0 <= id < size), None)
+        if wrong is not None:
+            raise PromptError(f"token id {short_repr(wrong)} is outside the vocabulary (0 to {size - 1})")
         return ids
 
     @overload

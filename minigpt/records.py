@@ -7,12 +7,12 @@ import math
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError, PromptError
+from minigpt.lines import Line
 
 if TYPE_CHECKING:
     from minigpt.decoding.sequence import Completion
@@ -26,38 +26,13 @@ def as_record(id: str | int, sample: int, prompt: str | None, completion: Comple
     return {"id": id, "sample": sample, "prompt": prompt, **{name: values[name] for name in order}, "model": model}
 
 
-def score_record(id: str | int, text: str, context: str | None, score: Score, model: str) -> dict[str, Any]:
-    """A Score as the record that `score --input` writes. Raises PromptError where no token was scored."""
+def score_figures(score: Score) -> dict[str, Any]:
+    """A Score for JSON, which lacks NaN and infinity: they become None. Raises PromptError if no token was scored."""
     if not score.logprobs:
-        raise PromptError("there is nothing to score: that takes two tokens, or one and a context or --bos")
-    order = ["ids", "logprobs", "total", "mean", "perplexity", "bits_per_byte"]
-    figures = {name: getattr(score, name) for name in order}
-    return {"id": id, "text": text, "context": context, **finite(figures), "model": model}
-
-
-def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with None in the place of numbers that JSON lacks: NaN and infinity."""
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in values.items()}
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the input: what to continue and how, or what is wrong with it.
-
-    number: from 1.     id: its own (`named`), else its number, also for a bad line.
-    prompt: text or token ids.      special: read special tokens in it; None: as the job says.
-    skip: how many of its samples are already there.        context: of a text to score.
-    """
-
-    number: int
-    id: str | int
-    prompt: str | list[int] = ""
-    params: SamplingParams = field(default_factory=SamplingParams)
-    error: str | None = None
-    skip: int = 0
-    special: bool | None = None
-    named: bool = False
-    context: str | None = None
+        raise PromptError("there is nothing to score: that takes two tokens, or one and --bos or a context")
+    values = {name: getattr(score, name) for name in ("total", "mean", "perplexity", "bits_per_byte")}
+    figures = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+    return {"ids": score.ids, "logprobs": score.logprobs, **figures}
 
 
 class Output:

@@ -43,7 +43,7 @@ def gap(lm: LanguageModel, history: list[int], n_new: int, params: SamplingParam
     """How close the two best candidates of one step are, relatively: of the logits, or of the race P/q."""
     with torch.no_grad():
         logits = lm.model(torch.tensor([history], device=lm.device))[0, -1]
-    scores = process(logits, history, n_new, params, lm.end_ids)
+    scores = process(logits, history, n_new, params, lm.limits.end_ids)
     if params.temperature > 0:
         generator = torch.Generator(lm.device).manual_seed(params.seed or 0)
         for _ in range(n_new + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from conftest import ROOT
@@ -26,7 +27,7 @@ def blocks(readme: str, *languages: str) -> list[Block]:
     found = re.findall(r"^```(\w*)\n(.*?)^```$", READMES[readme], re.DOTALL | re.MULTILINE)
     return [
         Block(language, code, following[1] if following[0] == "text" else None)
-        for (language, code), following in zip(found, [*found[1:], ("", "")], strict=True)
+        for (language, code), following in pairwise([*found, ("", "")])
         if language in languages
     ]
 

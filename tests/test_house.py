@@ -13,14 +13,14 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "minigpt"
 FLOORS = (  # a module may import those of its own floor and of the floors before it
-    ("errors", "checks"),
+    ("errors", "checks", "options"),
     ("network",),
     ("files",),
     ("text",),
     ("decoding", "scoring", "interpret"),
     ("language_model",),
     ("loading",),
-    ("parity", "jobs", "records"),
+    ("parity", "jobs", "lines", "records"),
     ("cli",),
     ("__main__",),
 )

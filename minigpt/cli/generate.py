@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from minigpt.cli import jobs
 from minigpt.cli.machine import load, note, say, say_machine, say_rate
 from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import decoding, note_special, options, read_prompt
+from minigpt.cli.prompt import decoding, options, read_prompt
+from minigpt.cli.tokenize import note_special
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
 from minigpt.records import as_record

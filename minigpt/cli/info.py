@@ -1,31 +1,35 @@
-"""TODO."""
+"""`minigpt info`: a model's configuration, size, tokenizer and files."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-from minigpt.cli.machine import _print_json
 
 
 def run(args: argparse.Namespace) -> None:
-    from minigpt.files import checkpoint, locate
+    """Do what the arguments say."""
+    from minigpt.errors import TokenizerError
+    from minigpt.files import checkpoint
+    from minigpt.files.locate import locate
+    from minigpt.loading import load_tokenizer
 
-    folder = locate.locate(args.model, revision=args.revision, offline=args.offline, progress=True)
+    folder = locate(args.model, revision=args.revision, offline=args.offline, progress=True)
     config = checkpoint.read_config(folder)
     checkpoint.check(folder, config)
     counts = checkpoint.empty_model(config).parameter_counts()
-    total = sum(counts.values())
     files = checkpoint.describe(folder)
     cache = 2 * 4 * config.n_layer * config.n_positions * config.n_embd  # keys and values in float32
+    try:
+        tokenizer = load_tokenizer(folder).origin
+    except TokenizerError as error:
+        tokenizer = f"none ({error})"
     if args.json:
         record = {"model": args.model, "folder": str(folder), "config": config.to_dict(), "parameters": counts, **files}
-        _print_json({**record, "bytes_full_context": cache})
+        print(json.dumps({**record, "tokenizer": tokenizer, "bytes_full_context": cache}), flush=True)
         return
-    print(f"model     {args.model}\nfolder    {folder}\n")
+    total = sum(counts.values())
+    print(f"model     {args.model}\nfolder    {folder}\ntokenizer {tokenizer}\n")
     for name, value in asdict(config).items():
         print(f"{name:32} {value}")
     print("\nparameters")
@@ -37,5 +41,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"\n{files['tensors']} tensors ({dtypes}), {files['bytes']:,} bytes")
     for file in files["files"]:
         print(f"  {file['name']}  {file['bytes']:,} bytes  sha256 {file['sha256']}")
+    if files["left_out"]:
+        print(f"  left out, as they belong to other heads: {', '.join(files['left_out'])}")
     print(f"\nmemory in float32: {4 * total / 2**20:,.1f} MiB of weights, and")
     print(f"{cache / 2**20:,.1f} MiB of keys and values for a full context of {config.n_positions} tokens")

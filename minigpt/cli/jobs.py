@@ -6,14 +6,17 @@ import argparse
 import json
 import time
 from contextlib import closing
+from dataclasses import replace
 
 from minigpt.checks import integer
 from minigpt.cli.machine import load, note, progress, say_machine, say_rate
 from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import decoding, lines_of, note_special, options
+from minigpt.cli.prompt import decoding, options
+from minigpt.cli.tokenize import note_special
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
 from minigpt.jobs import Job
+from minigpt.lines import source
 
 
 def run(args: argparse.Namespace) -> None:
@@ -29,16 +32,17 @@ def run(args: argparse.Namespace) -> None:
     given = options(args)
     params = SamplingParams(**given)
     lm = load(args) if args.use_model_defaults else None  # else the files are looked at before the model is loaded
-    params = decoding(lm, given, True) if lm else params
+    params = replace(lm.defaults, **given) if lm else params
 
     from minigpt.network.device import find_device
 
     settings = {"model": args.model, "revision": args.revision, "dtype": args.dtype, "special": args.special}
     settings["device"] = find_device(args.device).type  # it decides what sampling draws
-    job = Job(lines_of(args.input), args.output, params, settings, resume=args.resume)
+    job = Job(source(args.input), args.output, params, settings, resume=args.resume)
     with closing(job.output) as output:
-        lm = lm or load(args)
-        decoding(lm, given, args.use_model_defaults)
+        if lm is None:
+            lm = load(args)
+            decoding(lm, given, False)  # for its note
         started, full, plain = time.perf_counter(), 0, False
         with Unwinding(), progress(job.total, output.done) as bar:
             for record in job.records(lm, model=args.model, batch_size=size, special=args.special):
@@ -49,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
                 speed = job.tokens / max(time.perf_counter() - started, 1e-9)
                 bar.set_postfix_str(f"{speed:,.1f} tokens per second", refresh=False)
                 bar.update(output.done - bar.n)
+            bar.update(output.done - bar.n)
     if full:
         note(f"{full} completions end at the context of {lm.config.n_positions} tokens: --overflow slide goes on")
     if args.stats:

@@ -55,7 +55,9 @@ def progress(total: int, done: int) -> Any:
     shape = "{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} lines, {remaining} left{postfix}"
     every = 0.1 if sys.stderr.isatty() else 10
     out = SimpleNamespace(write=lambda text: say(text, ""), flush=bool, encoding=sys.stderr.encoding)
-    return tqdm(total=total, initial=done, bar_format=shape, mininterval=every, file=out)
+    return tqdm(  # type: ignore[no-untyped-call]
+        total=total, initial=done, bar_format=shape, mininterval=every, file=out
+    )
 
 
 def say_rate(what: str, tokens: int, seconds: float) -> None:
@@ -68,7 +70,7 @@ def say_machine(args: argparse.Namespace, lm: LanguageModel) -> None:
     """The last lines of --stats: memory, device, model and tokenizer."""
     import torch
 
-    from minigpt.network.linear import describe
+    from minigpt.network.products import format_name
 
     peak = torch.cuda.max_memory_allocated(lm.device) if lm.device.type == "cuda" else 0
     with suppress(ImportError):  # Windows has no such module
@@ -78,7 +80,7 @@ def say_machine(args: argparse.Namespace, lm: LanguageModel) -> None:
     if peak:
         say(f"peak memory: {peak / 2**20:.0f} MiB")
     size = sum(parameter.numel() for parameter in lm.model.parameters())
-    products = f"{torch.get_num_threads()} threads, matrix products by {describe(lm.model.output)}"
+    products = f"{torch.get_num_threads()} threads, matrix products by {format_name(lm.model.output)}"
     say(f"device: {lm.device}, {lm.dtype}, {products}")
     say(f"model: {size:,} parameters, loaded in {args.loaded - args.started:.2f} s")
     say(f"tokenizer: {getattr(lm.limits.tokenizer, 'origin', 'none')}")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 
+# PyTorch has no class of its own for a failed allocation on the CPU.
+_NO_ROOM = ("out of memory", "allocate memory", "not enough memory")
+
 
 class Unwinding:
-    """Within this context a signal raises KeyboardInterrupt: there is text to keep, or half a line to remove.
-
-    Outside it ends the process at once, as the imports of large libraries can lose what a handler raises.
-    """
+    """In this context a signal raises KeyboardInterrupt: there is text to keep. Outside it ends the process at once, as
+    the imports of large libraries can lose what a handler raises."""
 
     now = False
 
@@ -26,7 +27,7 @@ class Unwinding:
 
 
 def end_on_signals() -> None:
-    """Let Ctrl-C and SIGTERM end this process quietly from here on, but where the caller ignores them (nohup)."""
+    """Let Ctrl-C and SIGTERM end this process quietly from here on, unless the caller ignores them (nohup)."""
     import _signal as signal  # type: ignore[import-not-found]  # signal itself takes longer to import
 
     def stop(number: int, _: object) -> None:
@@ -69,7 +70,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _ended(error: BaseException) -> int:
     """The exit code for what ended a command, and its message on stderr. What nobody expects is raised again."""
-    import re
     from contextlib import suppress
 
     from minigpt.cli.machine import note
@@ -77,7 +77,7 @@ def _ended(error: BaseException) -> int:
 
     code, message = 1, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return 128 + (error.args or (2,))[0]
+        return 128 + int((error.args or (2,))[0])
     if isinstance(error, BrokenPipeError):
         with suppress(OSError, ValueError):  # Python flushes stdout again at exit: give it somewhere to write
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -88,8 +88,7 @@ def _ended(error: BaseException) -> int:
         message += ": the installation is broken, or there is too little memory to load it"
     elif isinstance(error, OSError):
         message = f"{error.filename or 'output'}: {error.strerror or error}"
-    elif isinstance(error, MemoryError) or re.search("out of memory|(allocate|not enough) memory", message):
-        # PyTorch has no class of its own for a failed allocation on the CPU
+    elif isinstance(error, MemoryError) or any(words in message for words in _NO_ROOM):
         message = "out of memory: use a smaller model or a smaller batch"
     elif not isinstance(error, MiniGPTError):
         raise error

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from minigpt import __version__
 from minigpt.cli.machine import one_line
-from minigpt.decoding.params import SamplingParams, did_you_mean
+from minigpt.decoding.params import SamplingParams
+from minigpt.options import did_you_mean
 
 
 class _Parser(argparse.ArgumentParser):

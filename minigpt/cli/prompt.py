@@ -1,14 +1,12 @@
-"""What a command is given: the prompt, the options of decoding, and notes on what has no effect."""
+"""What a command is given: the prompt, and the options of decoding."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from minigpt.checks import without_surrogates
 from minigpt.cli.machine import note
@@ -18,7 +16,6 @@ from minigpt.lines import utf8
 
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
-    from minigpt.text.tokenizer import Tokenizer
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
@@ -59,17 +56,6 @@ def _read(file: str) -> str:
     return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 
 
-def lines_of(file: str) -> str | BinaryIO:
-    """What --input names: the file or, for "-", a copy of standard input, as it is read more than once."""
-    if file != "-":
-        return file
-    if sys.stdin is None:
-        raise PromptError("standard input is closed")
-    copy = TemporaryFile()  # noqa: SIM115  # gone when nobody holds it any more
-    shutil.copyfileobj(sys.stdin.buffer, copy)
-    return copy
-
-
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of SamplingParams that are given."""
     given = {field.name: getattr(args, field.name, None) for field in fields(SamplingParams)}
@@ -80,19 +66,10 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 def decoding(lm: LanguageModel, given: dict[str, Any], model_defaults: bool) -> SamplingParams:
     """The options over the model's own defaults or over the library's; a note says what the choice leaves unused."""
     if model_defaults:
-        return lm.defaults.over(given)  # type: ignore[arg-type]
+        return replace(lm.defaults, **given)
     plain = SamplingParams()
     theirs = {name: value for name, value in vars(lm.defaults).items() if value != getattr(plain, name)}
     unused = [f"{name} {value}" for name, value in theirs.items() if name not in given]
     if unused:
         note(f"generation_config.json sets {', '.join(unused)}: add --use-model-defaults to decode so")
     return SamplingParams(**given)
-
-
-def note_special(tokenizer: Tokenizer | None, text: object, ids: list[int]) -> bool:
-    """Say so if the text spells special tokens that `ids` hold as plain text."""
-    special = tokenizer.special_tokens if tokenizer and isinstance(text, str) else {}
-    plain = [name for name, id in special.items() if name in str(text) and id not in ids]
-    if plain:
-        note(f"{plain[0]} is read as plain text: add --special to read it as the special token")
-    return bool(plain)

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from typing import Any
 
 from minigpt.cli.machine import load
 from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import lines_of, note_special, read_prompt
+from minigpt.cli.prompt import read_prompt
+from minigpt.cli.tokenize import note_special
 from minigpt.errors import MiniGPTError
 from minigpt.jobs import score_records
-from minigpt.records import finite, scored
+from minigpt.lines import source, survey
+from minigpt.records import score_figures
 
 
 def run(args: argparse.Namespace) -> None:
     """Do what the arguments say."""
-    options = {"bos": args.bos, "stride": args.stride, "special": args.special}
+    options: dict[str, Any] = {"special": args.special, "bos": args.bos, "stride": args.stride}
     if args.input is not None:
         _score_file(args, options)
         return
     text = read_prompt(args)
     lm = load(args)
+    tokenizer = lm.limits.tokenizer
     with Unwinding():
-        score = scored(lm.score(text, context=args.context, **options))
-    note_special(lm.limits.tokenizer, f"{args.context or ''}{text}" if isinstance(text, str) else None, score.ids)
+        score = lm.score(text, context=args.context, **options)
+    figures = score_figures(score)
+    note_special(tokenizer, f"{args.context or ''}{text}" if isinstance(text, str) else None, score.ids)
     if args.json:
-        print(json.dumps({**finite(asdict(score)), "model": args.model, "stride": args.stride}))
+        print(json.dumps({**figures, "model": args.model, "stride": args.stride}), flush=True)
         return
-    from minigpt.interpret.terminal import label
-
     if args.stride is None:
-        unscored = ["-"] * (len(score.ids) - len(score.logprobs))
-        for id, logprob in zip(score.ids, [*unscored, *(f"{x:.4f}" for x in score.logprobs)], strict=True):
-            print(f"{id}\t{logprob}" + (f"\t{label(lm.limits.tokenizer, id)}" if lm.limits.tokenizer else ""))
+        from minigpt.interpret.terminal import label
+
+        shown = ["-"] * (len(score.ids) - len(score.logprobs)) + [f"{value:.4f}" for value in score.logprobs]
+        for id, value in zip(score.ids, shown, strict=True):
+            print(f"{id}\t{value}" + (f"\t{label(tokenizer, id)}" if tokenizer else ""))
         print()
     print(f"tokens         {len(score.ids)}\ntotal          {score.total:.4f}\nmean           {score.mean:.6f}")
     print(f"perplexity     {score.perplexity:.6g}")
@@ -41,14 +45,17 @@ def run(args: argparse.Namespace) -> None:
         print(f"bits per byte  {score.bits_per_byte:.6f}")
 
 
-def _score_file(args: argparse.Namespace, options: dict[str, object]) -> None:
+def _score_file(args: argparse.Namespace, options: dict[str, Any]) -> None:
     if any(value is not None for value in (args.text, args.prompt, args.file, args.context)) or args.ids:
-        raise ValueError("--input FILE holds the texts and contexts: give no other, and no --ids")
-    source, failed, count = lines_of(args.input), 0, 0
-    survey(source)
+        raise ValueError("--input FILE holds the texts: it goes with no text, --context or --ids")
+    lines = source(args.input)
+    count, _ = survey(lines, "text")
+    lm, failed, plain = load(args), 0, False
     with Unwinding():
-        for count, record in enumerate(score_records(lm, source, model=args.model, **options), 1):
+        for record in score_records(lm, lines, model=args.model, **options):
             print(json.dumps(record), flush=True)
             failed += "error" in record
+            text = f"{record.get('context') or ''}{record.get('text', '')}"
+            plain = plain or note_special(lm.limits.tokenizer, text, record.get("ids", []))
     if failed:
         raise MiniGPTError(f"{failed} of {count} records are errors: see standard output")

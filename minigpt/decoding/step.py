@@ -9,6 +9,7 @@ what the model does, its own modules are called.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
@@ -46,34 +47,48 @@ class Steps:
 
     def __init__(self, model: GPT2) -> None:
         self.model = model
-        self.known: list[object] = []
-        self.parts: list[Any] = []
+        self.tables: list[Any] = []  # of the modules: the dicts that hold parameters, buffers and modules
+        self.known: list[Any] | None = None
         self.graph = Graph()
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
         """The logits after each of the new tokens."""
-        if not self.known or self._state() != self.known:
+        if self._changed():
             self._bind()
         if self.step is None:
-            return self.model(ids, cache)
-        logits = self.graph(self.step, ids, cache)
-        return self.step(ids, cache) if logits is None else logits
+            logits: Tensor = self.model(ids, cache)
+            return logits
+        replayed = self.graph(self.step, ids, cache)
+        return self.step(ids, cache) if replayed is None else replayed
 
     def _bind(self) -> None:
         modules = list(self.model.modules())
-        self.parts = [part for at in modules for part in (at._parameters, at._buffers, at._modules) if part]
+        self.tables = [table for at in modules for table in (at._parameters, at._buffers, at._modules) if table]
+        self.known = [value for table in self.tables for value in table.values()]
+        self.weights = list(self.model.parameters())
+        self.matrices = [weight for weight in self.weights if weight.dim() == 2]
+        self.counted = [weight for weight in self.matrices if not weight.is_inference()]
         self.step = bound(self.model)
+        self.state = self._state()
         self.graph.forget()
-        self.known = self._state()
 
-    def _state(self) -> list[object]:
-        """Changes whenever anybody gives the model other weights, layers or hooks."""
-        values = [value for part in self.parts for value in part.values()]
-        self.kept, weights = values, [value for value in values if isinstance(value, nn.Parameter)]
-        state: list[object] = [RemovableHandle.next_id, *map(id, values)]
-        for weight in weights:
-            state += weight.data_ptr(), 0 if weight.is_inference() else weight._version, learns(weight)
-        return state
+    def _changed(self) -> bool:
+        """Whether anybody gave the model other weights, layers or hooks: old matrices must not meet new biases.
+
+        40 us a step of GPT-2 124M (Zen 3, one core), 0.1 to 0.4 % of it. Products look no more at each weight, which
+        took as long.
+        """
+        now = [value for table in self.tables for value in table.values()]
+        known = self.known
+        if known is None or len(now) != len(known) or any(map(is_not, now, known)):
+            return True
+        return self.state != self._state()
+
+    def _state(self) -> list[int]:
+        """Moves with every write that PyTorch counts. A list: a sum stays as it was where two weights change places."""
+        addresses = map(Tensor.data_ptr, self.weights)
+        versions = [weight._version for weight in self.counted]
+        return [RemovableHandle.next_id, *addresses, *versions, *map(learns, self.matrices)]
 
 
 def bound(model: GPT2) -> Bound | None:

@@ -24,6 +24,7 @@ from minigpt.network import device
 from minigpt.network.products import FORMATS, chosen
 
 GENERATE = ["generate", "--offline", "--device", "cpu"]
+PLAIN = "minigpt: <|endoftext|> is read as plain text: add --special to read it as the special token\n"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,9 @@ def test_stdout_is_the_text_and_a_newline_and_stderr_is_empty(run: Any, folder: 
     assert run(*GENERATE, "Hello there", "-n", "0") == (0, "\n", "")
 
 
-@pytest.mark.parametrize("args", [[""], ["-"], ["--ids", ""], ["", "--json"], ["", "--samples", "2"]])
+@pytest.mark.parametrize(
+    "args", [[""], ["-"], ["--ids", ""], ["", "--json"], ["", "--samples", "2", "--temperature", "1"]]
+)
 def test_an_empty_prompt_starts_a_text(run: Any, args: list[str]) -> None:
     code, out, err = run(*GENERATE, *args, "-n", "2")
     assert (code, err) == (0, "") and out
@@ -81,7 +84,9 @@ def test_samples_are_separated_by_a_line_of_dashes(run: Any, folder: Path) -> No
 
 
 def test_json_holds_the_whole_record(run: Any, folder: Path) -> None:
-    code, out, err = run(*GENERATE, "Caf\u00e9", "-n", "4", "--json", "--logprobs", "2", "--samples", "2")
+    code, out, err = run(
+        *GENERATE, "Caf\u00e9", "-n", "4", "--json", "--logprobs", "2", "--samples", "2", "--temperature", "1"
+    )
     records = [json.loads(line) for line in out.splitlines()]
     assert (code, err, len(records)) == (0, "", 2)
     keys = ["id", "sample", "prompt", "prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs", "model"]
@@ -104,7 +109,7 @@ def test_stats_go_to_stderr(run: Any) -> None:
     code, out, err = run(*GENERATE, "Hello", "-n", "5", "--stats", "--seed", "9", "--temperature", "1")
     assert code == 0 and out.endswith("\n")
     for expected in (
-        "prompt: 1 tokens in",
+        "prompt: 1 token in",
         "generation: 4 tokens in",
         "tokens per second",
         "peak memory:",
@@ -121,9 +126,12 @@ def test_stats_go_to_stderr(run: Any) -> None:
     )
 
 
-def test_verbose_says_what_was_loaded(run: Any) -> None:
-    said = run(*GENERATE, "Hello", "-n", "1", "-v", "--dtype", "int8")[2]
-    assert "parameters on cpu, torch.int8" in said and f"matrix products by {chosen(FORMATS[torch.int8]).name}" in said
+def test_stats_say_what_was_loaded_and_no_seed_that_was_not_used(run: Any) -> None:
+    said = run(*GENERATE, "Hello", "-n", "1", "--stats", "--dtype", "int8")[2]
+    assert "parameters, loaded in" in said and "device: cpu, torch.int8, " in said
+    assert f"matrix products by {chosen(FORMATS[torch.int8]).name}" in said
+    assert "tokenizer: GPT-2's own: the folder has none\n" in said
+    assert "seed" not in said and "prompt: 1 token in" in said and "generation: 0 tokens in" in said
 
 
 # Prompts
@@ -132,7 +140,7 @@ def test_verbose_says_what_was_loaded(run: Any) -> None:
 def test_every_way_to_give_the_prompt(run: Any, tmp_path: Path) -> None:
     def ids(*args: str, stdin: bytes = b"") -> list[int]:
         code, out, err = run(*GENERATE, "-n", "0", "--json", *args, stdin=stdin)
-        assert (code, err) == (0, "")
+        assert code == 0 and err == ("" if "a<|endoftext|>" not in args or "--special" in args else PLAIN)
         return list(json.loads(out)["prompt_ids"])
 
     encode = Tokenizer.gpt2().encode
@@ -175,7 +183,8 @@ def test_every_way_to_give_the_prompt(run: Any, tmp_path: Path) -> None:
         (["a", "--stop", ""], 2, "stop must be a non-empty string"),
         (["a", "--logit-bias", "5"], 2, "write it as ID=VALUE"),
         (["a", "--logit-bias", "99999=1"], 2, "logit_bias has token id 99999"),
-        (["a", "--logprobs", "1"], 2, "--logprobs needs --json"),
+        (["a", "--logprobs", "-1"], 2, "logprobs must be at least 0"),
+        (["a", "--max-seconds", "-1"], 2, "max_seconds must be a finite number of at least 0"),
         (["a", "--threads", "0"], 2, "--threads must be from 1 to 4096"),
         (["a", "--threads", "99999999999"], 2, "--threads must be from 1 to 4096"),
         (["a", "--overflow", "wrap"], 2, "invalid choice"),
@@ -222,26 +231,13 @@ def test_echo_is_the_prompt_and_then_what_comes_without_it(run: Any, prompt: str
     assert run(*GENERATE, prompt, "-n", "4", "--echo") == (0, prompt + alone[1], "")
 
 
-def test_threads_are_those_that_the_process_may_use(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_threads_are_those_that_the_process_may_use(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(device, "usable_cpus", lambda: 2)
     run(*GENERATE, "a", "-n", "1", "--threads", "3")
-    monkeypatch.setattr("minigpt.network.device._container_cpus", lambda: 2)
     run(*GENERATE, "a", "-n", "1")
     assert asked == [3, 2]
-    monkeypatch.undo()
-    (tmp_path / "cpu").mkdir()
-    assert device._container_cpus(tmp_path) == os.cpu_count()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("150000\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert device._container_cpus(tmp_path) == 1
-    for text, cpus in (("400000 100000", 4), ("50000 100000", 1)):
-        (tmp_path / "cpu.max").write_text(f"{text}\n")
-        assert device._container_cpus(tmp_path) == cpus
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    assert device._container_cpus(tmp_path) == os.cpu_count()
 
 
 def test_an_unknown_model_is_one_clear_line(run: Any) -> None:
@@ -256,8 +252,12 @@ def test_tokenize_prints_a_token_a_line(run: Any) -> None:
     code, out, err = run("tokenize", "--offline", "Hello\U0001f917<|endoftext|>", "--special")
     assert (code, err) == (0, "")
     assert out == "15496\t'Hello'\n8582\tb'\\xf0\\x9f'\n97\tb'\\xa4'\n245\tb'\\x97'\n50256\t'<|endoftext|>'\n"
-    code, out, _ = run("tokenize", "--offline", "--json", "Hello")
-    assert json.loads(out) == {"id": 15496, "token": "'Hello'"}
+    out = run("tokenize", "--offline", "--json", "Hello \U0001f600")[1]
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {"id": 15496, "token": "Hello", "bytes": list(b"Hello")},
+        {"id": 30325, "token": " \ufffd", "bytes": [32, 240, 159, 152]},  # text and bytes, not a Python repr
+        {"id": 222, "token": "\ufffd", "bytes": [128]},
+    ]
 
 
 def test_score_lists_the_tokens_and_the_figures(run: Any, folder: Path) -> None:
@@ -277,27 +277,30 @@ def test_score_lists_the_tokens_and_the_figures(run: Any, folder: Path) -> None:
 
 def test_score_as_json_with_bos_ids_and_stride(run: Any, folder: Path) -> None:
     lm = minigpt.load(folder, device="cpu")
-    record = json.loads(run("score", "--offline", "--json", "--bos", "Hello there")[1])
-    assert record == {**asdict(lm.score("Hello there", bos=True)), "model": str(folder), "stride": None}
+
+    def record(text: str, stride: int | None, **options: Any) -> dict[str, Any]:
+        values = asdict(lm.score(text, stride=stride, **options))
+        del values["top"]
+        return {**values, "model": str(folder), "stride": stride}
+
+    assert json.loads(run("score", "--offline", "--json", "--bos", "Hi there")[1]) == record("Hi there", None, bos=True)
     assert json.loads(run("score", "--offline", "--json", "--ids", "15496 612")[1])["ids"] == [15496, 612]
     text = "word, and 7 others. " * 40
     code, out, err = run("score", "--offline", "--json", "--stride", "16", "-", stdin=text.encode())
-    expected = lm.score(text, stride=16)
-    assert code == 0 and json.loads(out) == {**asdict(expected), "model": str(folder), "stride": 16}
-    assert f"{len(expected.ids)}/{len(expected.ids)} tokens, " in err and "tokens per second, took 0:00:0" in err
+    assert (code, err) == (0, "") and json.loads(out) == record(text, 16)
     code, out, err = run("score", "--offline", "--stride", "16", text)
-    assert code == 0 and len(out.splitlines()) == 5 and f"perplexity     {expected.perplexity:.6g}" in out
+    assert code == 0 and len(out.splitlines()) == 5 and f"perplexity     {record(text, 16)['perplexity']:.6g}" in out
 
 
 @pytest.mark.parametrize(
     "args, code, message",
     [
         ([], 2, "no prompt: give one of"),
-        (["word " * 70], 1, "the text has 71 tokens, but the model's context is 64: add --stride 32"),
+        (["word " * 70], 1, "the text has 71 tokens, but the model's context is 64: give a stride"),
         (["word"], 1, "there is nothing to score: that takes two tokens, or one and --bos"),
         ([""], 1, "there is nothing to score"),
-        (["a b", "--stride", "0"], 2, "--stride must be at least 1, not 0"),
-        (["a b", "--stride", "65"], 2, "--stride must be from 1 to 64, not 65"),
+        (["a b", "--stride", "0"], 2, "stride must be from 1 to 64, not 0"),
+        (["a b", "--stride", "65"], 2, "stride must be from 1 to 64, not 65"),
         (["a b", "--stride", "x"], 2, "invalid int value"),
         (["--ids", "5 x"], 1, "token ids separated by spaces or commas"),
         (["--ids", "5 50257"], 1, "token id 50257 is outside the vocabulary"),
@@ -309,32 +312,12 @@ def test_score_refuses_in_one_clear_line(run: Any, args: list[str], code: int, m
     assert (got, out) == (code, "") and message in err and "Traceback" not in err
 
 
-@pytest.mark.slow
-def test_memory_stays_flat_while_ten_megabytes_are_scored(tmp_path: Path) -> None:
-    """Lists of ids and log-probabilities would add 160 MB here; the text and 4 bytes a token add 30."""
-    model = tmp_path / "model"
-    minigpt.save(GPT2(GPT2Config(vocab_size=258, n_embd=4, n_head=1, n_layer=1, n_positions=64)), model)
-    (model / "vocab.json").write_text(json.dumps({"a": 0, "\u0120": 1, "aa": 2, "aaaa": 257}))
-    (model / "merges.txt").write_text("#version: 0.2\na a\naa aa\n")
-    peaks = []
-    for size in (100_000, 10_000_000):
-        path = tmp_path / "text"
-        path.write_text("aaaa " * (size // 5))
-        code = "import resource; from minigpt.cli.main import main; import torch; torch.set_num_threads(1)\n"
-        code += f"main(['score', '--offline', '-m', {str(model)!r}, '--stride', '64', '-f', {str(path)!r}])\n"
-        code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert f"tokens         {size // 5 * 2}" in done.stdout, done.stderr
-        peaks.append(int(done.stdout.split()[-1]) / 1024)
-    print(f"peaks: {peaks[0]:.0f} and {peaks[1]:.0f} MiB")
-    assert peaks[1] - peaks[0] < 60
-
-
 def test_info_shows_configuration_parameters_and_files(run: Any, folder: Path) -> None:
     code, out, err = run("info", "--offline")
     assert (code, err) == (0, "")
     total = sum(parameter.numel() for parameter in minigpt.load(folder).model.parameters())
     for expected in (
+        "tokenizer GPT-2's own",
         "n_positions",
         "embeddings",
         "attention",
@@ -348,6 +331,7 @@ def test_info_shows_configuration_parameters_and_files(run: Any, folder: Path) -
     ):
         assert expected in out
     record = json.loads(run("info", "--offline", "--json")[1])
+    assert record["tokenizer"].startswith("GPT-2's own") and record["left_out"] == []
     assert sum(record["parameters"].values()) == total
     assert record["config"]["n_layer"] == 2
 
@@ -365,17 +349,11 @@ def test_info_refuses_files_that_do_not_fit_their_config(run: Any, folder: Path,
 # Real processes
 
 
-def test_help_is_quick_and_never_imports_torch() -> None:
-    for args in (["--help"], ["generate", "--help"], ["--version"], ["generate", "--top-k", "x"]):
+def test_help_never_imports_torch() -> None:
+    for args in (["--help"], ["generate", "--help"], ["--version"], ["generate", "--top-k", "x"], []):
         code = f"import sys; sys.argv = ['minigpt', *{args!r}]\ntry:\n    from minigpt.cli.main import main; main()\n"
         code += "finally:\n    assert not {'torch', 'tiktoken', 'huggingface_hub', 'safetensors'} & set(sys.modules)"
         assert b"AssertionError" not in subprocess.run([sys.executable, "-c", code], capture_output=True).stderr
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        assert process("--help").wait() == 0
-        times.append(time.perf_counter() - started)
-    assert min(times) < 0.3
 
 
 def test_every_option_is_described() -> None:
@@ -443,7 +421,7 @@ def test_a_closed_pipe_is_quiet(endless: list[str]) -> None:
 def test_nobody_reading_stderr_loses_no_work(folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    running = process(*GENERATE, "Hello", "-m", str(folder), "-n", "3", "-v", "--stats", stderr=writer)
+    running = process(*GENERATE, "Hello", "-m", str(folder), "-n", "3", "--stats", stderr=writer)
     os.close(writer)
     expected = minigpt.load(folder, device="cpu").generate("Hello", max_new_tokens=3).text
     assert (running.communicate(timeout=60)[0].decode(), running.returncode) == (expected + "\n", 0)
@@ -471,24 +449,26 @@ def test_output_that_the_terminal_cannot_show_never_crashes(folder: Path, encodi
     assert out.startswith("\u3053\u3093".encode() if encoding == "utf-8" else b"?????")
 
 
-def test_every_decoding_option_reaches_the_library(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_decoding_option_reaches_the_library(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     original = minigpt.LanguageModel.generate_many
     monkeypatch.setattr(
         minigpt.LanguageModel,
         "generate_many",
-        lambda lm, prompts, params, **more: seen.append((params, more)) or original(lm, prompts, params, **more),
+        lambda lm, prompts, params: seen.append((params, lm)) or original(lm, prompts, params),
     )
     options = "--min-new-tokens 1 -n 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1"
     options += " --no-repeat-ngram-size 4 --logit-bias 5=1.5 --logit-bias 6=-2 --stop a --stop b --ignore-eos --seed 8"
-    options += " --samples 2 --overflow slide --logprobs 1 --json --ablate 0.1 1.0 --ablate 1.1"
+    options += " --samples 2 --overflow slide --logprobs 1 --json --max-seconds 60 --ablate 0.1 1.0 --ablate 1.1"
     assert run(*GENERATE, "x", *options.split())[0] == 0
     expected = minigpt.SamplingParams(
         min_new_tokens=1, max_new_tokens=2, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
         no_repeat_ngram_size=4, logit_bias={5: 1.5, 6: -2.0}, stop=("a", "b"), stop_ids=(), seed=8, samples=2,
-        overflow="slide", logprobs=1,
+        overflow="slide", logprobs=1, max_seconds=60.0,
     )  # fmt: skip
-    assert seen == [(expected, {"ablate": ["0.1", "1.0", "1.1"]})]
+    [(params, lm)] = seen
+    assert params == expected
+    assert torch.equal(lm.attention("a b"), minigpt.load(folder).attention("a b", ablate=["0.1", "1.0", "1.1"]))
 
 
 def test_text_for_a_model_without_a_tokenizer_says_what_to_do(
@@ -496,7 +476,7 @@ def test_text_for_a_model_without_a_tokenizer_says_what_to_do(
 ) -> None:
     minigpt.save(GPT2(GPT2Config(vocab_size=10, n_embd=4, n_head=1, n_layer=1, n_positions=8)), tmp_path / "m")
     assert main([*GENERATE, "text", "-m", str(tmp_path / "m")]) == 1
-    assert "give token ids (on the command line with --ids)" in capsys.readouterr().err
+    assert "give token ids (with --ids)" in capsys.readouterr().err
     assert main([*GENERATE, "--ids", "1 2", "-n", "3", "-m", str(tmp_path / "m")]) == 0
     assert len(capsys.readouterr().out.split()) == 3
 
@@ -507,8 +487,8 @@ def test_closed_standard_streams(folder: Path) -> None:
     no_input = subprocess.run(f"{command} - <&-", shell=True, capture_output=True, text=True)
     assert (no_input.returncode, no_input.stderr) == (1, "minigpt: error: standard input is closed\n")
     no_output = subprocess.run(f"{command} hello >&-", shell=True, capture_output=True, text=True)
-    assert (no_output.returncode, no_output.stderr) == (1, "minigpt: error: standard output: it is closed\n")
-    no_errors = subprocess.run(f"{command} x -n 2 --stats -v 2>&-", shell=True, capture_output=True, text=True)
+    assert (no_output.returncode, no_output.stderr) == (0, "")  # nobody wants it
+    no_errors = subprocess.run(f"{command} x -n 2 --stats 2>&-", shell=True, capture_output=True, text=True)
     assert no_errors.returncode == 0 and "tokens" not in no_errors.stdout
     failed = subprocess.run(f"{sys.executable} -m minigpt generate -m /nowhere x 2>&-", shell=True, capture_output=True)
     assert (failed.returncode, failed.stdout) == (1, b"")

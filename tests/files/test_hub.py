@@ -51,13 +51,14 @@ OTHERS = [
 FILES = {**NEEDED, **dict.fromkeys(OTHERS, b"needless")}
 SCRIPT = """
 import json, sys
-from minigpt import hub
+from minigpt.files import hub
+from minigpt.files.locate import locate
 from minigpt.errors import MiniGPTError
 options = json.loads(sys.argv[2])
 hub._TIMEOUT = options.pop("timeout", hub._TIMEOUT)
 exec(options.pop("first", ""))
 try:
-    print(hub.locate(sys.argv[1], **options))
+    print(locate(sys.argv[1], **options))
 except MiniGPTError as error:
     print(f"{type(error).__name__}: {error}")
 """
@@ -372,7 +373,7 @@ def test_a_repository_without_a_model(hub: HubServer, home: Path, missing: str, 
 @pytest.mark.slow
 def test_a_read_only_cache(hub: HubServer) -> None:
     # Root may write anywhere, so the process becomes somebody else, once a call of `locate` has imported what it needs.
-    first = "import os; hub.locate(sys.argv[1]); os.geteuid() or os.setuid(65534)"
+    first = "import os; locate(sys.argv[1]); os.geteuid() or os.setuid(65534)"
     outer = Path(tempfile.mkdtemp())
     outer.chmod(0o755)
     home = outer / "home"

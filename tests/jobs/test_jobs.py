@@ -20,7 +20,6 @@ from tiny import gpt2_folder
 
 import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, SamplingParams, Tokenizer
-from minigpt.cli.machine import Progress
 from minigpt.cli.main import main
 from minigpt.records import Output
 
@@ -114,7 +113,7 @@ def test_a_bad_line_becomes_an_error_record_and_the_job_goes_on(job: Any) -> Non
         3: (b'{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
         4: (b'{"prompt": "\xff"}', "not UTF-8: byte 0xff at offset 12"),
         5: (["a"], "a line must be a JSON object"),
-        6: ({"prompt": "a", "temprature": 1}, "unknown key 'temprature'"),
+        6: ({"prompt": "a", "temprature": 1}, "unknown key 'temprature': did you mean temperature?"),
         7: ({"id": "no prompt"}, "give one of prompt (text) and ids"),
         8: ({"prompt": "a", "ids": [1]}, "give one of prompt (text) and ids"),
         9: ({"prompt": 5}, "prompt must be a text, not int"),
@@ -161,7 +160,7 @@ def test_a_sample_that_fails_while_drawing_is_one_error_and_loses_nothing_else(j
 
 def test_nan_in_the_weights_is_every_lines_own_error(tmp_path: Path) -> None:
     from minigpt.jobs import records
-    from minigpt.records import Line
+    from minigpt.lines import Line
 
     torch.manual_seed(0)
     model = GPT2(GPT2Config(n_embd=8, n_head=1, n_layer=1, n_positions=16))
@@ -254,7 +253,7 @@ def test_input_and_output_that_cannot_be_used(job: Any, tmp_path: Path, folder: 
 @pytest.mark.parametrize("what", ["stop", "logit_bias", "suppress_tokens", "id", "prompt", "ids", "seed", "top_p"])
 def test_a_line_nested_too_deeply_is_one_error(what: str) -> None:
     """Deep enough for json to read and repr to fail, and deeper."""
-    from minigpt.jobs import parse
+    from minigpt.lines import parse
 
     for depth in (50, *range(700, 1001), 5000, 50_000):
         nested = "[" * depth + "]" * depth
@@ -263,7 +262,7 @@ def test_a_line_nested_too_deeply_is_one_error(what: str) -> None:
         assert found.number == found.id == 7 and found.error
 
 
-def test_an_input_that_goes_away_or_changes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_input_that_goes_away_or_changes(folder: Path, tmp_path: Path) -> None:
     from minigpt.jobs import Job
 
     source = tmp_path / "in.jsonl"
@@ -280,9 +279,6 @@ def test_an_input_that_goes_away_or_changes(folder: Path, tmp_path: Path, capsys
         source.write_text(changed)
         with pytest.raises(minigpt.MiniGPTError, match=r"in\.jsonl changed while it was read: start again"):
             list(job.records(lm, **options))
-    with Progress(1, "lines") as bar:
-        bar.update(2, 2)
-    assert "[####################] 2/1 lines" in capsys.readouterr().err
 
 
 # Resume
@@ -496,19 +492,3 @@ def test_a_signal_between_two_writes_leaves_no_half_line(tmp_path: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         output.write({"id": 2})
     assert (tmp_path / "out").read_bytes() == b'{"id": 1}\n'
-
-
-def test_progress_shows_rate_and_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with Progress(120, "lines", 20) as bar:
-        now[0] = 100.0
-        bar.update(45, 5000)
-        now[0] = 101.0
-        bar.update(46, 5100)  # too soon for a log
-        now[0] = 400.0
-        bar.update(120, 20000)
-    assert capsys.readouterr().err.splitlines()[:2] == [
-        "[#######.............] 45/120 lines, 50.0 tokens per second, 0:05:00 left",
-        "[####################] 120/120 lines, 50.0 tokens per second, took 0:06:40",
-    ]
