@@ -21,12 +21,9 @@ _ALIASES = {
 
 # Settings that change the numbers and that this engine does not implement.
 _REFUSED = ("add_cross_attention", "pruned_heads", "quantization_config")
-
 _FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "tie_word_embeddings")
 
-# The largest size that a config may give: a larger one is a slip, not a model.
-_MAX_SIZE = 2**31 - 1
-
+_MAX_SIZE = 2**31 - 1  # the largest size that a config may give: a larger one is a slip, not a model
 _MAX_POSITIONS = 2**14  # the causal mask has n_positions^2 bytes, and twice that while it is made: 512 MiB here
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minigpt.network.products import Packed, learns, product_of
 
+# GPT-2 was trained with the tanh approximation of GELU (https://arxiv.org/abs/1606.08415): configs call it gelu_new.
+_gelu_new = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu_new": _gelu_new, "gelu_pytorch_tanh": _gelu_new}
+ACTIVATIONS |= {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
+
 
 class Linear(nn.Linear):
     """torch.nn.Linear, fast on a CPU: [...,in_features] -> [...,out_features]."""
 
     packed: Packed | None = None
+    __call__: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + b."""
@@ -37,6 +46,8 @@ class Embedding(nn.Embedding):
 
 class Dropout(nn.Dropout):
     """torch.nn.Dropout, but for its time in eval: 25 calls a token took 1 % of it."""
+
+    __call__: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
         """Zeroes some of x in training."""

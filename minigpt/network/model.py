@@ -1,18 +1,16 @@
 """GPT-2, readable from top to bottom: MultiHeadAttention, MLP, Block, GPT2. No files, no sampling.
 
 Shapes: B batch, T new tokens, S cached + new tokens, E embed_dim, H heads, D head_dim, L blocks, V vocabulary.
-Module and parameter names are those of the Hugging Face checkpoints, whose c_attn, c_proj and c_fc weights are stored
-transposed, (in, out). Two files can be skipped at first: cache.py, the keys and values of earlier tokens, and
-linear.py, whose Linear, Embedding and Dropout are torch.nn's but for their speed.
+Names are those of the Hugging Face checkpoints (whose c_attn, c_proj and c_fc weights are stored transposed). Skip two
+files at first: cache.py, the keys and values of earlier tokens; linear.py, torch.nn's layers but for their speed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,85 +19,60 @@ from torch import Tensor, nn
 from minigpt.errors import PromptError
 from minigpt.network.cache import KVCache
 from minigpt.network.config import GPT2Config
-from minigpt.network.linear import Dropout, Embedding, Linear
-
-# GPT-2 was trained with the tanh approximation of GELU (https://arxiv.org/abs/1606.08415), which configs call gelu_new.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
+from minigpt.network.linear import ACTIVATIONS, Dropout, Embedding, Linear
 
 
 def causal_mask(max_len: int, device: torch.device | str | None = None) -> Tensor:
-    """[max_len, max_len] bool, lower triangular: row p is True for the positions that a token at position p may see."""
+    """[max_len, max_len] bool, lower triangular: row p is True where a token at position p may look."""
     return torch.tril(torch.ones(max_len, max_len, dtype=torch.bool, device=device))
 
 
 def visible_keys(mask: Tensor, T: int, cache: KVCache | None = None) -> Tensor | None:
-    """The keys that each of T new queries may see: rows of the causal mask, [T,S]; None: every key.
-
-    A token at position p sees the keys that row p of the mask allows, so the rows to use are the new tokens' positions.
-    [B,1,T,S] where the rows of the cache differ in length. Raises PromptError if S is more than the mask has.
-    """
+    """The rows of the causal mask at T new positions: [T,S]; [B,1,T,S] if rows differ in length; None: all True."""
     past = 0 if cache is None else max(cache.lengths)
     if past + T > len(mask):
         raise PromptError(f"{past + T} tokens are more than the {len(mask)} that this attention was made for")
     if cache is not None and cache.start is None:
         return cache.visible(mask, T)
-    return None if T == 1 else mask[past : past + T, : past + T]  # one new token is the last, and sees everything
+    return None if T == 1 else mask[past : past + T, : past + T]  # a single token is the last
 
 
 def split_heads(qkv: Tensor, n_head: int) -> tuple[Tensor, ...]:
-    """What c_attn gives, [B,T,3*H*D], as queries, keys and values of each head, [B,H,T,D] each."""
+    """The output of c_attn, [B,T,3*H*D], as each head's queries, keys and values: 3 x [B,H,T,D]."""
     B, T, width = qkv.shape
-    parts = qkv.view(B, T, 3 * n_head, width // (3 * n_head)).transpose(1, 2)  # (B, T, 3*H, D) -> (B, 3*H, T, D)
-    return parts.split(n_head, dim=1)  # 3 * (B, H, T, D)
+    parts = qkv.view(B, T, 3 * n_head, width // (3 * n_head))  # (B, T, 3*H*D) -> (B, T, 3*H, D)
+    return torch.split(parts.transpose(1, 2), n_head, dim=1)  # (B, 3*H, T, D) -> 3 x (B, H, T, D)
 
 
 def attention_weights(
     q: Tensor, k: Tensor, visible: Tensor | None, scale: float, dropout: float = 0.0, upcast: bool = False
 ) -> Tensor:
     """softmax(Q K^T * scale + mask), [B,H,T,S]: each row sums to 1 (until dropout, in training)."""
-    dtype = q.dtype
-    if upcast:
-        q, k = q.float(), k.float()
-    scores = q @ k.transpose(-2, -1) * scale  # (B, H, T, D) @ (B, H, D, S) -> (B, H, T, S)
+    keys = k.transpose(-2, -1)  # (B, H, S, D) -> (B, H, D, S)
+    scores = (q.float() @ keys.float() if upcast else q @ keys) * scale  # (B, H, T, S)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    weights = F.softmax(scores, dim=-1).to(dtype)
+    weights = F.softmax(scores, dim=-1).to(q.dtype)
     return F.dropout(weights, dropout) if dropout else weights
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    scale: float,
-    dropout: float = 0.0,
-    upcast: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, dropout: float = 0.0, upcast: bool = False
 ) -> Tensor:
-    """softmax(Q K^T * scale + mask) V, [B,H,T,D] (k and v: [B,H,S,D]; visible: see `visible_keys`).
+    """softmax(Q K^T * scale + mask) V, [B,H,T,D], mostly by PyTorch's fused attention, which never holds the weights.
 
-    Mostly by PyTorch's fused attention, which never holds the [T,S] weights.
+    It takes the scores in the dtype of q and k; for one query on a CPU, the formula is faster, up to 1.4 times.
     """
-    T, S = q.shape[2], k.shape[2]
-    # For one query on a CPU the formula is the faster, in batches up to 1.4 times. The fused attention takes the
-    # scores in the dtype of q and k.
-    if (T == 1 and q.is_cpu) or (upcast and q.dtype != torch.float32):
+    if (q.shape[2] == 1 and q.is_cpu) or (upcast and q.dtype != torch.float32):
         return attention_weights(q, k, visible, scale, dropout, upcast) @ v  # (B, H, T, S) @ (B, H, S, D)
     # is_causal aligns its triangle at the top left, which is right only where no token came before.
-    square = visible is not None and visible.dim() == 2 and T == S
+    square = visible is not None and visible.dim() == 2 and q.shape == k.shape
     return F.scaled_dot_product_attention(q, k, v, None if square else visible, dropout, is_causal=square, scale=scale)
 
 
 def join_heads(heads: Tensor) -> Tensor:
     """The heads' outputs side by side: [B,H,T,D] -> [B,T,H*D]."""
-    return heads.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, H*D), copied where T > 1
+    return heads.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, H*D)
 
 
 class MultiHeadAttention(nn.Module):
@@ -107,13 +80,10 @@ class MultiHeadAttention(nn.Module):
 
         head_i = softmax(Q_i K_i^T * scale + causal mask) V_i          output = concat(head_1 ... head_H) W_O
 
-    embed_dim: E, width of the input and the output.        n_head: H.
-    head_dim: D, E / H where not given; H * D need not be E.
-    max_len: the longest sequence, cached tokens included.
+    embed_dim: E.    n_head: H.    head_dim: D, by default E / H; H * D need not be E.
+    max_len: the longest sequence, cached tokens included.    bias: whether c_attn and c_proj have one.
     attention_dropout, output_dropout: probabilities, active only in train().
-    bias: whether c_attn and c_proj have one.
-    scale: factor on the scores, 1 / sqrt(D) where not given.
-    upcast: take scores and softmax in float32 whatever the dtype of the weights.
+    scale: factor on the scores, by default 1 / sqrt(D).    upcast: scores and softmax are float32 in any case.
     """
 
     mask: Tensor
@@ -131,30 +101,26 @@ class MultiHeadAttention(nn.Module):
         upcast: bool = False,
     ) -> None:
         super().__init__()
-        if head_dim is None:
-            if embed_dim % n_head:
-                raise ValueError(f"embed_dim ({embed_dim}) must be a multiple of n_head ({n_head}), or give head_dim")
-            head_dim = embed_dim // n_head
-        self.n_head = n_head
-        self.head_dim = head_dim
-        self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
-        self.upcast = upcast
-        self.attention_dropout = attention_dropout
-        self.c_attn = Linear(embed_dim, 3 * n_head * self.head_dim, bias=bias)  # W_Q, W_K and W_V side by side
-        self.c_proj = Linear(n_head * self.head_dim, embed_dim, bias=bias)  # W_O
+        if head_dim is None and embed_dim % n_head:
+            raise ValueError(f"embed_dim ({embed_dim}) must be a multiple of n_head ({n_head}), or give head_dim")
+        head_dim = head_dim or embed_dim // n_head
+        self.n_head, self.head_dim, self.upcast, self.attention_dropout = n_head, head_dim, upcast, attention_dropout
+        self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
+        self.c_attn = Linear(embed_dim, 3 * n_head * head_dim, bias=bias)  # W_Q, W_K and W_V side by side
+        self.c_proj = Linear(n_head * head_dim, embed_dim, bias=bias)  # W_O
         self.output_dropout = Dropout(output_dropout)
         self.register_buffer("mask", causal_mask(max_len), persistent=False)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, layer: int = 0) -> Tensor:
         """[B,T,E] -> [B,T,E]; with a cache, the new tokens also attend to block `layer`'s earlier ones."""
-        q, k, v = split_heads(self.c_attn(x), self.n_head)  # (B, T, 3*H*D) -> 3 * (B, H, T, D)
+        q, k, v = split_heads(self.c_attn(x), self.n_head)  # (B, T, 3*H*D) -> 3 x (B, H, T, D)
         visible = visible_keys(self.mask, x.shape[1], cache)  # (T, S): row p is what position p may see
         if cache is not None:
             k, v = cache.update(layer, k, v)  # (B, H, S, D), the earlier tokens first
-        dropout = self.attention_dropout if self.training else 0.0
-        heads = attend(q, k, v, visible, self.scale, dropout, self.upcast)  # softmax(Q K^T * scale) V: (B, H, T, D)
-        out: Tensor = self.output_dropout(self.c_proj(join_heads(heads)))  # (B, T, H*D) -> W_O -> (B, T, E)
-        return out
+        heads = attend(
+            q, k, v, visible, self.scale, self.training * self.attention_dropout, self.upcast
+        )  # (B, H, T, D)
+        return self.output_dropout(self.c_proj(join_heads(heads)))  # (B, T, H*D) -> W_O -> (B, T, E)
 
     def written_out(self, x: Tensor, cache: KVCache | None = None, layer: int = 0) -> tuple[Tensor, Tensor]:
         """The reference for `forward`, never fused: [B,T,E] -> [B,T,E] and the attention weights [B,H,T,S]."""
@@ -162,8 +128,7 @@ class MultiHeadAttention(nn.Module):
         visible = visible_keys(self.mask, x.shape[1], cache)
         if cache is not None:
             k, v = cache.update(layer, k, v)
-        dropout = self.attention_dropout if self.training else 0.0
-        weights = attention_weights(q, k, visible, self.scale, dropout, self.upcast)
+        weights = attention_weights(q, k, visible, self.scale, self.training * self.attention_dropout, self.upcast)
         return self.output_dropout(self.c_proj(join_heads(weights @ v))), weights
 
 
@@ -179,22 +144,18 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,T,E] -> [B,T,E]."""
-        out: Tensor = self.dropout(self.c_proj(self.activation(self.c_fc(x))))
-        return out
+        return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
 @dataclass
 class Record:
-    """What `GPT2.hidden` collects on request, one entry per block.
+    """What `GPT2.hidden` collects on request."""
 
-    attentions: the attention weights, [B,H,T,S] each.
-    residuals: the residual stream, [B,T,E] each: first the embeddings, then after each block (L + 1 in all).
-    weights: False collects the residuals alone, and leaves the attention fused.
-    """
-
-    attentions: list[Tensor] = field(default_factory=list)
-    residuals: list[Tensor] = field(default_factory=list)
-    weights: bool = True
+    attentions: list[Tensor] = field(default_factory=list)  # each block's attention weights, [B,H,T,S]
+    residuals: list[Tensor] = field(
+        default_factory=list
+    )  # [B,T,E]: the embeddings, then after each block, L + 1 in all
+    weights: bool = True  # False leaves the attention fused, and collects no attentions
 
 
 class Block(nn.Module):
@@ -202,21 +163,16 @@ class Block(nn.Module):
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
-        head_dim = config.n_embd // config.n_head
-        scale = 1 / math.sqrt(head_dim) if config.scale_attn_weights else 1.0
-        if config.scale_attn_by_inverse_layer_idx:
-            scale /= layer + 1
+        scale = 1 / math.sqrt(config.n_embd // config.n_head) if config.scale_attn_weights else 1.0
+        scale /= layer + 1 if config.scale_attn_by_inverse_layer_idx else 1
         self.layer = layer
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.attn = MultiHeadAttention(
-            config.n_embd,
-            config.n_head,
-            max_len=config.n_positions,
-            attention_dropout=config.attn_pdrop,
-            output_dropout=config.resid_pdrop,
-            scale=scale,
-            upcast=config.reorder_and_upcast_attn,
+        size, rates, upcast = (
+            config.n_positions,
+            (config.attn_pdrop, config.resid_pdrop),
+            config.reorder_and_upcast_attn,
         )
+        self.attn = MultiHeadAttention(config.n_embd, config.n_head, None, size, *rates, True, scale, upcast)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
@@ -258,59 +214,46 @@ class GPT2(nn.Module):
                 module.mask = mask
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: normal with std initializer_range; biases 0.
-
-        What adds to the residual stream, twice in each of L blocks, is smaller by sqrt(2L): the sum stays as large.
-
-        Source: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf,
-        section 2.3, and the released code for the standard deviation.
-        """
-        std = self.config.initializer_range
+        """As in section 2.3 of "Language Models are Unsupervised Multitask Learners" (2019) and its released code."""
         for name, parameter in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.n_layer))
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
-                nn.init.normal_(parameter, std=std)
+            elif parameter.dim() == 2:  # 2L layers add to the residual stream: their sum is to be as large as one
+                summed = 2 * self.config.n_layer if name.endswith("c_proj.weight") else 1
+                nn.init.normal_(parameter, std=self.config.initializer_range / math.sqrt(summed))
 
     def parameter_counts(self) -> dict[str, int]:
         """How many parameters each component has: embeddings, attention, MLP, norms, head (0 where it is tied)."""
         counts = dict.fromkeys(("embeddings", "attention", "MLP", "norms", "head"), 0)
         kinds = {"wte": "embeddings", "wpe": "embeddings", "attn": "attention", "mlp": "MLP", "lm_head": "head"}
         for name, parameter in self.named_parameters():
-            part = name.split(".")[2 if name.startswith("h.") else 0]
-            counts[kinds.get(part, "norms")] += parameter.numel()
+            counts[kinds.get(name.split(".")[2 if name.startswith("h.") else 0], "norms")] += parameter.numel()
         return counts
 
     def positions(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The positions of token ids [B,T]: [T], or [B,T] after what the cache holds.
-
-        Raises PromptError for ids that are no integers or not [B,T], or that are more than there are positions.
-        """
+        """The positions of token ids [B,T], after those in the cache: [T] or [B,T]. Raises as `hidden` does."""
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
             found = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
             raise PromptError(f"token ids must be a tensor [B,T] of int64 or int32, not {found}")
         B, T = ids.shape
         if cache is not None and len(cache.lengths) != B:
             raise ValueError(f"the cache has {len(cache.lengths)} rows, but the ids have {B}")
-        past = max(cache.lengths) if cache is not None else 0
-        if past + T > self.config.n_positions:
-            raise PromptError(f"{past + T} tokens are more than the model's {self.config.n_positions} positions")
-        return torch.arange(T, device=ids.device) if cache is None else cache.positions(T)
+        if (total := T + (max(cache.lengths) if cache is not None else 0)) > self.config.n_positions:
+            raise PromptError(f"{total} tokens are more than the model's {self.config.n_positions} positions")
+        return torch.arange(T, device=ids.device) if cache is None else cache.indices(T)[1]
 
     def hidden(self, ids: Tensor, cache: KVCache | None = None, *, record: Record | None = None) -> Tensor:
         """Token ids [B,T] -> hidden states [B,T,E] after the final LayerNorm.
 
-        cache: earlier tokens; the new ones take the positions after them and are added to it.
-        record: collects attention weights and residuals (for the weights, the attention is written out, not fused).
-        Raises PromptError if there are more tokens than positions.
+        cache: earlier tokens. The new ones take the positions after them and are added to it.
+        record: collects attention weights (the attention is then written out, not fused) and residuals.
+        Raises PromptError for other shapes and dtypes, too many tokens and, on the CPU alone, ids out of range.
         """
         positions = self.positions(ids, cache)
         try:
             x = self.dropout(self.wte(ids) + self.wpe(positions))  # (B, T, E)
-        except IndexError:
-            raise PromptError(f"token ids go from 0 to {self.config.vocab_size - 1}, but these hold another") from None
+        except IndexError:  # on CUDA, looking at the ids would make every call wait for the device
+            raise PromptError(f"token ids go from 0 to {self.config.vocab_size - 1}, but one here does not") from None
         if record is not None:
             record.residuals.append(x)
         for block in self.h:
@@ -326,32 +269,24 @@ class GPT2(nn.Module):
         return self.wte if self.config.tie_word_embeddings else self.lm_head
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states [...,E] -> logits [...,V], with the token embeddings where the head is tied to them."""
-        logits: Tensor = self.wte.logits(hidden) if self.config.tie_word_embeddings else self.lm_head(hidden)
-        return logits
+        """Hidden states [...,E] -> logits [...,V]."""
+        return self.wte.logits(hidden) if self.config.tie_word_embeddings else self.lm_head(hidden)
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, *, last_only: bool = False) -> Tensor:
         """Token ids [B,T] -> logits [B,T,V]; with `last_only`, of the last position alone, [B,1,V]."""
-        hidden = self.hidden(ids, cache)
-        return self.head(hidden[:, -1:] if last_only else hidden)
+        return self.head(self.hidden(ids, cache)[:, -1 if last_only else 0 :])
 
 
 def has_hooks(model: GPT2) -> bool:
     """Whether a forward hook is to run on any of its modules: what does not call them must not be used then."""
     everywhere = vars(nn.modules.module)
-    return bool(
-        everywhere["_global_forward_hooks"]
-        or everywhere["_global_forward_pre_hooks"]
-        or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    )
+    own = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return bool(own or everywhere["_global_forward_hooks"] or everywhere["_global_forward_pre_hooks"])
 
 
 @contextmanager
 def undisturbed(model: GPT2) -> Iterator[None]:
-    """No dropout, no gradients, no autocast, whatever the host program is in the middle of; the model stays in eval.
-
-    Not inference mode, which generation adds: what comes out of here may be computed with further.
-    """
+    """No dropout (the model stays in eval), gradients or autocast. Inference mode, which is more, generation adds."""
     if model.training:  # setting it takes as long as a tenth of a token
         model.eval()
     with torch.no_grad(), torch.autocast(model.wte.weight.device.type, enabled=False):

@@ -142,7 +142,7 @@ class Int8(Product):
 
     def _keep(self, weight: Tensor, scale: Tensor) -> None:
         zeros = torch.zeros_like(scale, dtype=torch.long)
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # set_default_device calls it from torch
+        with torch._C.DisableTorchFunction():  # set_default_device calls it from torch
             quantized = _quantize(weight, scale.double(), zeros, 0, torch.qint8)
         self.weight = torch.ops.quantized.linear_prepack(quantized, None)
 

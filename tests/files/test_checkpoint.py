@@ -23,10 +23,12 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import minigpt
 from minigpt.errors import CheckpointError
-from minigpt.files import checkpoint, locate, write
-from minigpt.files.checkpoint import describe, end_ids, load_model, read_config
-from minigpt.files.reading import weight_files
-from minigpt.files.write import save
+from minigpt.files import checkpoint, mapping, write
+from minigpt.files.checkpoint import describe, load_model, read_config, read_generation
+from minigpt.files.folder import weight_files
+from minigpt.files.locate import locate
+from minigpt.files.names import shapes as official_shapes
+from minigpt.files.write import write_checkpoint as save
 from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2
 
@@ -222,7 +224,7 @@ def test_untied(tmp_path: Path) -> None:
 def official_tensors(layers: int, prefix: str) -> dict[str, list[int]]:
     """Names and shapes as in OpenAI's 768-wide checkpoints, masks included."""
     config = GPT2Config(n_layer=layers)
-    shapes = {prefix + name: list(shape) for name, shape in write._shapes(config).items()}
+    shapes = {prefix + name: list(shape) for name, shape in official_shapes(config).items()}
     return {**shapes, **{f"{prefix}h.{layer}.attn.bias": [1, 1, 1024, 1024] for layer in range(layers)}}
 
 
@@ -286,7 +288,7 @@ def test_the_official_configs(golden: Path, tmp_path: Path, name: str, shape: tu
     config = read_config(tmp_path)
     assert (config.n_embd, config.n_head, config.n_layer) == shape
     assert config.tie_word_embeddings and config.activation_function == "gelu_new" and config.vocab_size == 50257
-    assert end_ids(tmp_path, config) == (50256,)
+    assert read_generation(tmp_path, config)[0] == (50256,)
 
 
 # Config files
@@ -340,14 +342,14 @@ def test_end_ids(folder: Path, config: Any, generation: Any, expected: tuple[int
     configure(folder, eos_token_id=config)
     path = folder / "generation_config.json"
     path.unlink() if generation is None else path.write_text(json.dumps(generation))
-    assert end_ids(folder, read_config(folder)) == expected
+    assert read_generation(folder, read_config(folder))[0] == expected
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"eos_token_id": "7"}', '{"eos_token_id": [true]}'])
 def test_bad_generation_configs(folder: Path, content: str) -> None:
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        end_ids(folder, read_config(folder))
+        read_generation(folder, read_config(folder))
 
 
 # Tensors that do not fit
@@ -518,7 +520,7 @@ def test_a_folder_that_is_a_dead_link_is_no_name_on_the_hub(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("mine").symlink_to("nothing")
     with pytest.raises(minigpt.ModelNotFoundError, match=r"^mine is a link to nothing: delete it"):
-        locate.locate("mine")
+        locate("mine")
 
 
 def test_a_file_that_may_not_be_looked_at_does_not_count_as_absent(
@@ -534,7 +536,7 @@ def test_a_file_that_may_not_be_looked_at_does_not_count_as_absent(
 
     monkeypatch.setattr(os, "stat", refuse)
     with pytest.raises(CheckpointError, match=re.escape(f"{path} cannot be read: Permission denied")):
-        end_ids(folder, config)
+        read_generation(folder, config)
 
 
 def test_end_ids_that_are_a_dead_link(folder: Path) -> None:
@@ -542,7 +544,7 @@ def test_end_ids_that_are_a_dead_link(folder: Path) -> None:
     path.unlink(missing_ok=True)
     path.symlink_to("nothing")
     with pytest.raises(CheckpointError, match=re.escape(f"{path} cannot be read: it is a link to nothing: delete it")):
-        end_ids(folder, read_config(folder))
+        read_generation(folder, read_config(folder))
 
 
 @pytest.mark.parametrize(
@@ -578,7 +580,7 @@ def test_a_file_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checkpoint, "safe_open", fail)
     assert "model.safetensors cannot be read: Permission denied" in refused(folder)
     monkeypatch.undo()
-    monkeypatch.setattr(checkpoint.mmap, "mmap", fail)
+    monkeypatch.setattr(mapping.mmap, "mmap", fail)
     assert "cannot be read: Permission denied" in refused(folder)
 
 
@@ -588,7 +590,7 @@ def test_a_file_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatc
 MEASURE = """
 import re, sys, torch
 from pathlib import Path
-from minigpt.checkpoint import load_model
+from minigpt.files.checkpoint import load_model
 def status(field):
     return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 load_model(Path(sys.argv[1]))(torch.zeros(1, 1, dtype=torch.long))  # what is imported and allocated once
@@ -661,7 +663,7 @@ def test_saved_and_loaded_by_both(tmp_path: Path, tied: bool, dtype: torch.dtype
     for name, parameter in model.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter.to(stored).float())
     assert again.config == model.config
-    assert end_ids(tmp_path / "ours", again.config) == (2, 3)
+    assert read_generation(tmp_path / "ours", again.config)[0] == (2, 3)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     torch.testing.assert_close(logits(theirs), logits(again), **CLOSE)
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {
@@ -676,7 +678,7 @@ def test_saved_in_the_official_layout(original: Path, tmp_path: Path) -> None:
     with safe_open(tmp_path / "new" / "folder" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert shapes == write._shapes(read_config(original))
+    assert shapes == official_shapes(read_config(original))
     assert shapes["h.0.attn.c_attn.weight"] == (24, 72) and shapes["wte.weight"] == (64, 24)
 
 
@@ -706,7 +708,7 @@ def test_a_failure_while_saving_leaves_no_model(
         source.write_bytes(b"half") if failing == "_write_weights" else None
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint if failing == "_write_weights" else checkpoint.os, failing, fail)
+    monkeypatch.setattr(write if failing == "_write_weights" else write.os, failing, fail)
     with pytest.raises(CheckpointError, match=r"cannot save to .*No space left"):
         save(model, tmp_path / "new")
     assert calls and list((tmp_path / "new").iterdir()) == []
@@ -742,6 +744,7 @@ def test_describe(folder: Path, tmp_path: Path) -> None:
         "tensors": 40,
         "dtypes": {"F16": 1, "F32": 39},
         "bytes": len(data),
+        "left_out": [],
     }
     sharded = tmp_path / "sharded"
     tiny.hf_model().save_pretrained(sharded, max_shard_size="20KB")

@@ -248,10 +248,9 @@ def test_nan_in_the_weights_is_every_lines_own_error(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_line_of_ten_megabytes(job: Any) -> None:
-    started = time.perf_counter()
     code, records, _ = job([{"prompt": "word " * 2_000_000}, {"prompt": "a" * 10_000_000}, {"prompt": "b"}], "-n", "1")
     assert code == 1 and "the model's context is 64" in errors(records)[1] and "context is 64" in errors(records)[2]
-    assert records[2]["id"] == 3 and time.perf_counter() - started < 120  # measured: 6 s
+    assert records[2]["id"] == 3
 
 
 def test_byte_order_mark_blank_lines_and_windows_line_ends(job: Any) -> None:

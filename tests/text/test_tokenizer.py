@@ -9,23 +9,22 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import minigpt.tokenizer
 import pytest
 from fuzzing import SPECIAL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vocabularies import AB, END, PAIR, added, pipeline, small, write
 
 from minigpt.errors import PromptError, TokenizerError
+from minigpt.text import tokenizer as tokenizer_module
 from minigpt.text import vocabulary
 from minigpt.text.stream import TextStream
 from minigpt.text.tokenizer import Tokenizer
 
-END = "<|endoftext|>"
 VOCAB_SHA = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
@@ -73,36 +72,22 @@ texts = st.lists(st.sampled_from(CHUNKS) | st.text(characters, max_size=8), max_
 
 
 @pytest.fixture(scope="module")
-def hugging_face(official: Path) -> Any:
-    return pytest.importorskip("transformers").GPT2Tokenizer.from_pretrained(official)
+def gpt2() -> Tokenizer:
+    return Tokenizer.gpt2()
 
 
-def write(folder: Path, **files: Any) -> Path:
-    """A folder of the files given: vocab_json={...} is vocab.json. Text is written as it is, other values as JSON."""
-    for name, content in files.items():
-        text = content if isinstance(content, str) else json.dumps(content)
-        (folder / re.sub("_(json|txt)$", r".\1", name)).write_text(text, encoding="utf-8", newline="")
+@pytest.fixture(scope="module")
+def official(tmp_path_factory: pytest.TempPathFactory, gpt2: Tokenizer) -> Path:
+    """OpenAI's vocab.json and merges.txt, rebuilt from the vocabulary in the package."""
+    folder = tmp_path_factory.mktemp("official")
+    for name, content in gpt2.files().items():
+        (folder / name).write_bytes(content)
     return folder
 
 
-def small(merges: list[str], extra: dict[str, int] | None = None, bytes_: str = "abcd<>|Ġ") -> dict[str, int]:
-    """A vocabulary of a few bytes, what the merges make, and other tokens."""
-    tokens = dict.fromkeys([*bytes_, *(merge.replace(" ", "") for merge in merges)])
-    return {token: id for id, token in enumerate(tokens)} | (extra or {})
-
-
-def pipeline(vocab: dict[str, int], merges: list[str], added: list[dict[str, Any]] | None = None, **parts: Any) -> Any:
-    """A tokenizer.json."""
-    model = {"type": "BPE", "vocab": vocab, "merges": merges} | parts.pop("model", {})
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    data = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added or [], "normalizer": None}
-    data |= {"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
-    return data | parts
-
-
-def added(id: int, content: str, special: bool = False, **flags: Any) -> dict[str, Any]:
-    flags = dict.fromkeys(["single_word", "lstrip", "rstrip"], False) | {"normalized": not special} | flags
-    return {"id": id, "content": content, "special": special, **flags}
+@pytest.fixture(scope="module")
+def hugging_face(official: Path) -> Any:
+    return pytest.importorskip("transformers").GPT2Tokenizer.from_pretrained(official)
 
 
 # --- GPT-2's vocabulary
@@ -187,11 +172,8 @@ def test_ids_that_do_not_exist(gpt2: Tokenizer) -> None:
     ],
     ids=["carets", "spaces", "spaces then text", "mixed white space", "letters", "CJK", "mixed"],
 )
-def test_long_texts_take_seconds(gpt2: Tokenizer, text: str) -> None:
-    start = time.perf_counter()
-    ids = gpt2.encode(text)
-    assert gpt2.decode(ids) == text
-    assert time.perf_counter() - start < 10  # measured: at most 0.6 s
+def test_long_texts(gpt2: Tokenizer, text: str) -> None:
+    assert gpt2.decode(gpt2.encode(text)) == text  # at most 0.6 s; hours, or a panic, by the plain pattern
 
 
 @few
@@ -199,18 +181,8 @@ def test_long_texts_take_seconds(gpt2: Tokenizer, text: str) -> None:
 def test_cutting_long_runs_changes_no_id(gpt2: Tokenizer, text: str) -> None:
     expected = gpt2.encode(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(minigpt.tokenizer, "_LONG_RUN", 1)
+        patch.setattr(tokenizer_module, "_LONG_RUN", 1)
         assert gpt2.encode(text) == expected
-
-
-def test_loading_is_quick(official: Path) -> None:
-    def load(make: Any) -> float:
-        start = time.process_time()
-        make()
-        return time.process_time() - start
-
-    assert min(load(Tokenizer.gpt2) for _ in range(5)) < 0.1  # measured: 0.025
-    assert min(load(lambda: Tokenizer.from_folder(official, 50257)) for _ in range(5)) < 0.1
 
 
 def test_no_network_no_torch() -> None:
@@ -218,7 +190,7 @@ def test_no_network_no_torch() -> None:
 import socket, sys
 def refuse(*args, **kwargs): raise AssertionError("network")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
-from minigpt.tokenizer import Tokenizer
+from minigpt.text.tokenizer import Tokenizer
 assert Tokenizer.gpt2().encode("hello world") == [31373, 995]
 loaded = {"torch", "transformers", "requests", "tiktoken_ext.openai_public", "huggingface_hub"} & set(sys.modules)
 assert not loaded, loaded
@@ -267,8 +239,6 @@ def test_a_folder_without_vocabulary(tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_folder(tmp_path, size)
         assert tokenizer is not None and tokenizer.encode("hello world") == [31373, 995]
     assert Tokenizer.from_folder(tmp_path, 50256) is None
-    write(tmp_path, tokenizer_config_json={"tokenizer_class": "BertTokenizer", "extra_special_tokens": {}})
-    assert Tokenizer.from_folder(tmp_path, 60000) is None  # its ids would mean something else
 
 
 def test_added_tokens_of_a_folder_without_vocabulary(tmp_path: Path) -> None:
@@ -426,8 +396,6 @@ def test_a_fine_tune_may_add_a_padding_token_that_the_model_has_no_row_for(tmp_p
     assert tokenizer is not None and tokenizer.encode("ab[PAD]") == [8, 10]  # the model then refuses id 10
 
 
-AB = small(["a b", "ab c"])
-PAIR: dict[str, Any] = {"vocab_json": AB, "merges_txt": "#version: 0.2\na b\nab c\n"}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False}
 
 
@@ -553,7 +521,6 @@ def test_what_is_no_file_does_not_count_as_absent(official: Path, tmp_path: Path
             Tokenizer.from_folder(tmp_path, 50257)
 
 
-@pytest.mark.slow
 def test_half_an_official_file_is_never_used(official: Path, tmp_path: Path) -> None:
     """An interrupted download gave wrong ids, or a panic, in other tools."""
     for name in ("vocab.json", "merges.txt"):
