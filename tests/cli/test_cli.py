@@ -627,6 +627,8 @@ def test_score_of_many_texts_with_options(run: Any, folder: Path) -> None:
     assert code == 1 and first["perplexity"] == pytest.approx(lm.score(text, stride=32, bos=True).perplexity, rel=1e-5)
     assert second["ids"] == [50256, 64] and "context goes with neither bos nor stride" in third["error"]
     assert run("score", "--offline", "--input", "-", "--special", stdin=b'{"text": "<|endoftext|> a"}')[2] == ""
+    code, out, err = run("score", "--offline", "--input", "-", stdin=b"nothing good")  # no text to score at all
+    assert code == 1 and json.loads(out)["line"] == 1
     code, out, err = run("score", "--offline", "--input", "-")
     assert code == 1 and 'standard input is empty: it should hold a JSON object a line, such as {"text": "Once"}' in err
     for more in (["text"], ["--context", "a"], ["--ids"], ["-f", "x"]):
