@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from minigpt.checks import integer, short_repr
 from minigpt.decoding import prompts as given
@@ -62,17 +61,7 @@ class LanguageModel:
         self.config: GPT2Config = model.config
         self.defaults = defaults or SamplingParams()
         self._tokenizer = tokenizer
-        V, bos, eos = self.config.vocab_size, self.config.bos_token_id, self.config.eos_token_id
-        own = end_ids if end_ids is not None else eos if isinstance(eos, tuple) else () if eos is None else (eos,)
-        known = tokenizer if isinstance(tokenizer, Tokenizer) else None
-        self.limits = Limits(
-            n_positions=self.config.n_positions,
-            vocab_size=V,
-            bos_id=bos if bos is not None and 0 <= bos < V else None,
-            end_ids=tuple(id for id in own if 0 <= id < V),
-            undecodable_ids=() if known is None else tuple(id for id in range(V) if id not in known),
-            tokenizer=known,
-        )
+        self.limits = Limits.of(self.config, tokenizer if isinstance(tokenizer, Tokenizer) else None, end_ids)
         self._without: dict[frozenset[tuple[int, int]], tuple[list[int], list[Any], LanguageModel]] = {}
 
     def __repr__(self) -> str:
@@ -266,21 +255,24 @@ class LanguageModel:
         pairs = frozenset(heads.named_heads(self.config, ablate))
         if not pairs:
             return self
-        weights = list(self.model.parameters())
-        parts = [*self.model.modules(), *weights]
-        state = [RemovableHandle.next_id, *map(id, parts), *(0 if w.is_inference() else w._version for w in weights)]
+        parts = [*self.model.modules(), *self.model.parameters()]  # held, so that no id is used again
+        counts = [key for at in self.model.modules() for key in (*at._forward_hooks, *at._forward_pre_hooks)]
+        counts += [0 if one.is_inference() else one._version for one in self.model.parameters()]
+        state = [*map(id, parts), *counts]
         known = self._without.get(pairs)
         if known is None or known[0] != state:
-            lm = LanguageModel(
-                heads.without_heads(self.model, pairs), self._tokenizer, self.limits.end_ids, defaults=self.defaults
-            )
-            known = self._without[pairs] = (state, parts, lm)  # the parts are held, so that no id is used again
+            model = heads.without_heads(self.model, pairs)
+            lm = LanguageModel(model, self._tokenizer, self.limits.end_ids, defaults=self.defaults)
+            known = self._without[pairs] = (state, parts, lm)
             while len(self._without) > 4:
                 self._without.pop(next(iter(self._without)), None)
         return known[2]
 
     def weights_changed(self) -> None:
-        """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code."""
+        """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code.
+
+        A model that `without` gave must be told by itself, if you hold it.
+        """
         forget(self.model)
         self._without.clear()
 
