@@ -59,16 +59,14 @@ class LanguageModel:
     ) -> None:
         self.model = model.eval()
         self.config: GPT2Config = model.config
-        self.defaults = defaults or SamplingParams()
-        self._tokenizer = tokenizer
+        self.defaults, self._tokenizer = defaults or SamplingParams(), tokenizer
         self.limits = Limits.of(self.config, tokenizer if isinstance(tokenizer, Tokenizer) else None, end_ids)
         self._without: dict[frozenset[tuple[int, int]], tuple[list[int], list[Any], LanguageModel]] = {}
 
     def __repr__(self) -> str:
-        count = sum(weight.numel() for weight in self.model.parameters())
-        dtype = str(self.dtype).removeprefix("torch.")
+        millions, dtype = sum(one.numel() for one in self.model.parameters()) / 1e6, str(self.dtype)[len("torch.") :]
         tokenizer = self.limits.tokenizer.origin if self.limits.tokenizer else "none"
-        return f"LanguageModel({count / 1e6:.1f}M parameters, {self.device}, {dtype}, tokenizer: {tokenizer})"
+        return f"LanguageModel({millions:.1f}M parameters, {self.device}, {dtype}, tokenizer: {tokenizer})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_without": {}}  # for copy and pickle: kept ablations are made again
@@ -125,8 +123,7 @@ class LanguageModel:
         special: as in `encode`.    ablate: heads to switch off, as "layer.head".
         Raises PromptError for an unusable prompt, ValueError for a bad parameter, TypeError for an unknown one.
         """
-        prompt = listed(prompt)
-        single = is_one_prompt(prompt)
+        single = is_one_prompt(prompt := listed(prompt))
         completions = list(self.generate_many([prompt] if single else prompt, params, **options))
         return completions[0] if single and len(completions) == 1 else completions
 
@@ -234,15 +231,14 @@ class LanguageModel:
         text, lm = listed(text), self.without(ablate)
         single = is_one_prompt(text) or not len(text)
         texts, contexts = ([text], None if context is None else [context]) if single else (text, context)
+        encode = partial(lm.encode, special=special)
         with undisturbed(lm.model):
-            encode = partial(lm.encode, special=special)
             scores = score_texts(lm.model, lm.limits, encode, texts, contexts, bos, stride, logprobs)
         return scores[0] if single else scores
 
     def attention(self, text: Text, *, special: bool = False, ablate: Iterable[str] = ()) -> Tensor:
         """What each head attends to in a text, or token ids: [L,H,T,T] float32 on the CPU; rows attend to columns.
 
-        special: as in `encode`.    ablate: heads to switch off, as "layer.head".
         Raises PromptError for fewer than two tokens, or more than the context.
         """
         return heads.patterns(self.without(ablate).model, self.encode(text, special=special))
@@ -300,5 +296,6 @@ def save(lm_or_model: LanguageModel | GPT2, folder: str | os.PathLike[str], dtyp
     elif isinstance(lm_or_model, GPT2):
         write_checkpoint(lm_or_model, Path(folder), dtype)
     else:
-        kind = type(lm_or_model).__name__
-        raise TypeError(f"save takes a minigpt model, not {kind}: one of transformers has save_pretrained(folder)")
+        raise TypeError(
+            f"save takes a minigpt model, not {type(lm_or_model).__name__}, which has save_pretrained(folder)"
+        )
