@@ -18,7 +18,6 @@ import sys
 import tempfile
 import termios
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,11 +124,9 @@ def test_a_silent_network_costs_one_request_and_then_the_cache(hub: HubServer, h
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         url, connections = f"http://127.0.0.1:{silent.getsockname()[1]}", []
         threading.Thread(target=lambda: [connections.append(silent.accept()) for _ in range(9)], daemon=True).start()
-        start = time.monotonic()
         assert find(url, home, timeout=1) == folder
         assert len(connections) == 1
         cold = find(url, home.with_name("empty"), timeout=1)
-        assert time.monotonic() - start < 8  # two seconds of waiting, and two processes
         assert len(connections) == 2
     assert "could not be fetched from the hub (ReadTimeout)" in cold and "demo" in cold and "hf download" in cold
 
