@@ -606,7 +606,7 @@ def test_score_of_many_texts(run: Any, folder: Path, tmp_path: Path) -> None:
     wanted = {
         2: "the text has 71 tokens, but the model's context is 64",
         5: "there is nothing to score: that takes two tokens, or one and --bos or a context",
-        8: "unknown key 'prompt': a line has text, context, id and special",
+        8: "unknown key 'prompt': a line has text, context, id, and special",
         9: "text must be a text, not int",
         10: "context must be a text, not int",
         11: "a line needs a text",
