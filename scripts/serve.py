@@ -190,7 +190,8 @@ async def refused(_: Request | None, error: Exception) -> Response:
         headers |= {"www_authenticate": "Bearer"} if error.status == 401 else {}
         return reply(error.body, error.status, **headers)
     if isinstance(error, HTTPException):
-        return reply(RefusedError(error.detail, status=error.status_code).body, error.status_code)
+        body = RefusedError(error.detail, status=error.status_code).body
+        return Response(as_json(body), error.status_code, error.headers, "application/json")
     if isinstance(error, ClientDisconnect):
         return Response(status_code=400)  # that nobody reads
     return reply(RefusedError("the server failed: its log says why", status=500).body, 500)
