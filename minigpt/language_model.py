@@ -144,11 +144,10 @@ class LanguageModel:
         prompt in it raises once those before it are given. Raises as `generate` does.
         """
         slots, lm, prompts = integer("batch_size", batch_size, 1, 4096), self.without(ablate), listed(prompts)
-        pairs: Iterable[tuple[Prompt, SamplingParams]]
         pairs = given.checked(prompts, params, overrides, partial(lm.encode, special=special), lm.limits)
         if isinstance(prompts, SequenceOf):
-            pairs = list(pairs)
-            slots = max(1, min(slots, sum(one.samples for _, one in pairs)))
+            pairs = iter(whole := list(pairs))
+            slots = max(1, min(slots, sum(one.samples for _, one in whole)))
         rows = (row for prompt, one in pairs for row in given.samples(prompt, one, lm.limits))
         return (_completed(result) for result in in_order(lm.model, rows, slots))
 
