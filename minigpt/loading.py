@@ -13,11 +13,12 @@ import torch
 
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import TokenizerError
-from minigpt.files.aliases import ALIASES
 from minigpt.files.checkpoint import load_model, read_config, read_generation
+from minigpt.files.hub import ALIASES
 from minigpt.files.locate import locate, own_folder
 from minigpt.files.reading import read_json
 from minigpt.language_model import LanguageModel
+from minigpt.network.config import GPT2Config
 from minigpt.network.device import find_device, find_dtype
 from minigpt.text.tokenizer import Tokenizer
 
@@ -57,9 +58,7 @@ def load(
     place = find_device(device)
     precision = find_dtype(dtype, place)
     folder = locate(model, revision=revision, offline=offline, progress=progress)
-    data = read_json(folder / "config.json")
-    config = read_config(folder, data)
-    tokenizer = _tokenizer(folder, config.vocab_size, data)
+    config, tokenizer = _read(folder)
     dtypes = {"products": precision} if place.type == "cpu" else {"dtype": precision}
     network = load_model(folder, device=place, config=config, **dtypes)
     end_ids, settings = read_generation(folder, config)
@@ -78,19 +77,20 @@ def load_tokenizer(
     _refuse_objects(model)
     if model in ALIASES and revision is None and own_folder(model) is None:
         return Tokenizer.gpt2()
-    folder = locate(model, revision=revision, offline=offline, progress=progress, weights=False)
-    data = read_json(folder / "config.json")
-    found = _tokenizer(folder, read_config(folder, data).vocab_size, data)
+    _, found = _read(locate(model, revision=revision, offline=offline, progress=progress, weights=False))
     if not isinstance(found, Tokenizer):
         raise found or TokenizerError(f"{model} has no tokenizer: it takes token ids only")
     return found
 
 
-def _tokenizer(folder: Path, vocab_size: int, config: Mapping[str, Any]) -> Tokenizer | TokenizerError | None:
+def _read(folder: Path) -> tuple[GPT2Config, Tokenizer | TokenizerError | None]:
+    """The config, and the tokenizer or why it cannot be read; None: there is none."""
+    data = read_json(folder / "config.json")
+    config = read_config(folder, data)
     try:
-        return Tokenizer.from_folder(folder, vocab_size, config)
+        return config, Tokenizer.from_folder(folder, config.vocab_size, data)
     except TokenizerError as error:
-        return error
+        return config, error
 
 
 def _defaults(folder: Path, settings: Mapping[str, Any]) -> SamplingParams:

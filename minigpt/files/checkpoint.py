@@ -1,8 +1,7 @@
 """A checkpoint's files: check the config and the weights, read them into a GPT2.
 
-Only safetensors is read: a pickle can run code when it is opened, so it never is. Nothing is taken on trust: names,
-shapes and dtypes in the weight file's header are compared with config.json before any memory is taken, and a problem is
-one CheckpointError that names the file. locate.py finds the folder.
+Only safetensors is read: a pickle can run code when it is opened, so it never is. Names, shapes and dtypes in the
+weight file's header are compared with config.json before any memory is taken. A problem is one CheckpointError.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
 from minigpt.errors import CheckpointError
-from minigpt.files.folder import weight_files
-from minigpt.files.mapping import DTYPES, Mapping, Stored
-from minigpt.files.names import is_mask, is_other_head, plain, shapes
-from minigpt.files.reading import MAX_HEADER, cure, is_file, read_json, sha256
+from minigpt.files.reading import MAX_HEADER, cure, is_file, read_json, sha256, weight_files
+from minigpt.files.tensors import DTYPES, MASK, OTHER_HEAD, Mapping, Stored, plain, shapes
 from minigpt.network.config import GPT2Config
 from minigpt.network.linear import Linear
 from minigpt.network.model import GPT2
@@ -83,10 +80,11 @@ def _header(path: Path) -> dict[str, Stored]:
     except (SafetensorError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} {_damage(path, error)}") from error
     header.pop("__metadata__", None)
-    return {
-        name: Stored(path, item["dtype"], tuple(item["shape"]), *(8 + length + at for at in item["data_offsets"]))
-        for name, item in header.items()
-    }
+    found = {}
+    for name, item in header.items():
+        start, end = (8 + length + at for at in item["data_offsets"])
+        found[name] = Stored(plain(name), path, item["dtype"], tuple(item["shape"]), start, end)
+    return found
 
 
 def _unicode(path: Path, descriptor: int) -> str:
@@ -114,18 +112,17 @@ def _damage(path: Path, error: Exception) -> str:
 def _tensors(folder: Path) -> dict[str, Stored]:
     """All stored tensors by their plain names, without prefixes, masks and heads for other tasks."""
     tensors: dict[str, Stored] = {}
-    others: list[str] = []
+    heads: list[str] = []
     for path in weight_files(folder):
         for stored, item in _header(path).items():
-            name = plain(stored)
-            if is_mask(name) or is_other_head(name):
-                others += [name] if is_other_head(name) else []
-                continue
-            if name in tensors:
+            if OTHER_HEAD.search(name := item.name):
+                heads.append(name)
+            elif name in tensors:
                 raise CheckpointError(f"{path} has {name} as {stored}, but {tensors[name].file.name} has it already")
-            tensors[name] = item
-    if others and not any(name.startswith(("h.", "wte.")) for name in tensors):
-        raise CheckpointError(f"{folder} holds only a head ({', '.join(others[:3])}), without GPT-2's body")
+            elif not MASK.search(name):
+                tensors[name] = item
+    if heads and not any(name.startswith(("h.", "wte.")) for name in tensors):
+        raise CheckpointError(f"{folder} holds only a head ({', '.join(heads[:3])}), without GPT-2's body")
     if lora := next((name for name in tensors if ".lora_" in name), None):
         raise CheckpointError(f"{folder} holds LoRA weights ({lora}): merge them with PEFT, and save the result")
     return tensors
@@ -145,19 +142,15 @@ def _problems(config: GPT2Config, tensors: dict[str, Stored]) -> list[str]:
     for name, field in (("wte.weight", "vocab_size"), ("wpe.weight", "n_positions")):
         if name in tensors and tensors[name].shape[1:] and tensors[name].shape[:1] != expected[name][:1]:
             problems.append(f"{field} is {getattr(config, field)} but {name} has {tensors[name].shape[0]} rows")
-    for name in expected:
+    for name, shape in expected.items():
         if name not in tensors:
             head = ", but tie_word_embeddings is false: these weights are no language model's, or lost its head"
             problems.append(f"{name} is missing{head * (name == 'lm_head.weight')}")
-        elif tensors[name].shape != expected[name]:
-            problems.append(f"{name} has the shape {list(tensors[name].shape)}, not {list(expected[name])}")
+        elif tensors[name].shape != shape:
+            problems.append(f"{name} has the shape {list(tensors[name].shape)}, not {list(shape)}")
     problems += [f"{name} is not known" for name in tensors if name not in expected]
-    problems += [
-        f"{name} is {item.dtype}, not one of {', '.join(DTYPES)}"
-        for name, item in tensors.items()
-        if name in expected and item.dtype not in DTYPES
-    ]
-    return problems
+    dtypes = {name: item.dtype for name, item in tensors.items() if name in expected and item.dtype not in DTYPES}
+    return problems + [f"{name} is {dtype}, not one of {', '.join(DTYPES)}" for name, dtype in dtypes.items()]
 
 
 def check(folder: Path, config: GPT2Config) -> dict[str, Stored]:
@@ -199,10 +192,10 @@ def load_model(
             else:
                 config = replace(config, tie_word_embeddings=False)
         with torch.inference_mode(False):  # weights that may be changed, and whose changes are counted
-            state = {name: mappings[item.file].read(name, item, device, dtype) for name, item in tensors.items()}
+            state = {name: mappings[item.file].read(item, device, dtype) for name, item in tensors.items()}
         for mapping in mappings.values():
             mapping.release()
-        model = empty_model(config)
+        model = _empty_model(config)
         model.load_state_dict(state, assign=True)
         if torch.device(device).type == "cpu" and dtype == torch.float32:
             _choose_products(model, tensors, products)
@@ -219,12 +212,12 @@ def _choose_products(model: GPT2, tensors: dict[str, Stored], products: torch.dt
         if isinstance(layer, Linear) or (layer is model.wte and model.config.tie_word_embeddings):
             item = tensors[f"{name}.weight"]
             if item.dtype == "F32":
-                layer.packed = mappings[item.file].packed(products, f"{name}.weight", item, layer.weight)
+                layer.packed = mappings[item.file].packed(products, item, layer.weight)
             elif products != torch.float32:  # (a second float32 copy beside that of another format costs too much)
                 layer.packed = Packed(products, layer.weight)
 
 
-def empty_model(config: GPT2Config) -> GPT2:
+def _empty_model(config: GPT2Config) -> GPT2:
     """A GPT2 that has shapes but no memory (on the meta device), to be given a checkpoint's weights."""
 
     class ShapesOnly(TorchFunctionMode):
@@ -246,13 +239,8 @@ def describe(folder: Path) -> dict[str, Any]:
     Raises CheckpointError as loading would for a damaged file.
     """
     paths = weight_files(folder)
-    stored = [(plain(name), item.dtype) for path in paths for name, item in _header(path).items()]
-    dtypes = Counter(dtype for _, dtype in stored)
+    stored = [item for path in paths for item in _header(path).values()]
     files = [{"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths]
-    return {
-        "files": files,
-        "tensors": sum(dtypes.values()),
-        "dtypes": dict(dtypes),
-        "bytes": sum(path.stat().st_size for path in paths),
-        "left_out": [name for name, _ in stored if is_other_head(name)],
-    }
+    left_out = [item.name for item in stored if OTHER_HEAD.search(item.name)]
+    counts = {"tensors": len(stored), "dtypes": dict(Counter(item.dtype for item in stored))}
+    return {"files": files, **counts, "bytes": sum(file["bytes"] for file in files), "left_out": left_out}

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from minigpt.errors import CheckpointError
-from minigpt.files.mapping import DTYPES
-from minigpt.files.names import TRANSPOSED, shapes
 from minigpt.files.reading import INDEX, PICKLES, TOKENIZER_FILES, WEIGHTS
+from minigpt.files.tensors import DTYPES, TRANSPOSED, shapes
 from minigpt.network.model import GPT2
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

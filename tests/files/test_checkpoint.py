@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import minigpt
 from minigpt.errors import CheckpointError
-from minigpt.files import checkpoint, mapping, write
+from minigpt.files import checkpoint, tensors, write
 from minigpt.files.checkpoint import describe, load_model, read_config, read_generation
-from minigpt.files.folder import weight_files
 from minigpt.files.locate import locate
-from minigpt.files.names import shapes as official_shapes
+from minigpt.files.reading import weight_files
+from minigpt.files.tensors import shapes as official_shapes
 from minigpt.files.write import write_checkpoint as save
 from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2
@@ -580,7 +580,7 @@ def test_a_file_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checkpoint, "safe_open", fail)
     assert "model.safetensors cannot be read: Permission denied" in refused(folder)
     monkeypatch.undo()
-    monkeypatch.setattr(mapping.mmap, "mmap", fail)
+    monkeypatch.setattr(tensors.mmap, "mmap", fail)
     assert "cannot be read: Permission denied" in refused(folder)
 
 
