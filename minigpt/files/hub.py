@@ -1,8 +1,4 @@
-"""A model from the Hugging Face hub, by its short name or its id. No torch.
-
-Downloads go through huggingface_hub into Hugging Face's own cache: only the files that are read here, all from one
-commit. Where the hub does not answer, or refuses, what is in the cache will do.
-"""
+"""A model from the Hugging Face hub, by huggingface_hub into its own cache: only files that are read here. No torch."""
 
 from __future__ import annotations
 
@@ -43,10 +39,7 @@ def known_names(name: str) -> str:
 
 
 def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress: bool, weights: bool) -> Path:
-    """The snapshot folder of `repo`: brought up to date if the hub answers, else as it is in the cache.
-
-    weights: False neither downloads nor needs the weights.
-    """
+    """The snapshot folder of `repo`: brought up to date if the hub answers and agrees, else as it is in the cache."""
     from huggingface_hub import constants
 
     offline = offline or constants.HF_HUB_OFFLINE
@@ -104,9 +97,8 @@ def _download(repo: str, revision: str | None, progress: bool, weights: bool) ->
         if names[name] not in (None, sha256(path)):  # the client compares the length only
             path.resolve().unlink()
             path.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"{name} of {repo} arrived damaged (its sha256 is not what the hub says) and was deleted: try again"
-            )
+            damage = f"{name} of {repo} arrived damaged (its sha256 is not what the hub says)"
+            raise CheckpointError(f"{damage} and was deleted: try again")
         return path
 
     commit, names = _ask(repo, revision)

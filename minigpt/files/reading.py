@@ -1,7 +1,4 @@
-"""The files of a model's folder: which there are, and how one is read. No torch.
-
-A file that cannot be used is a CheckpointError that names it and the cure.
-"""
+"""The files of a model's folder. One that cannot be used is a CheckpointError that names it and the cure. No torch."""
 
 from __future__ import annotations
 
@@ -108,10 +105,7 @@ def is_model(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files to read: model.safetensors if it is there, else the shards that the index lists; nothing else.
-
-    Raises CheckpointError if there are none, if a shard is missing, or if there are only pickles.
-    """
+    """The weight files: model.safetensors, else the shards that the index lists. Raises if one is missing, or all."""
     if is_file(folder / WEIGHTS):
         return [folder / WEIGHTS]
     if is_file(folder / INDEX):

@@ -49,11 +49,7 @@ class Found(NamedTuple):
 
 
 def read_folder(folder: Path, vocab_size: int, config: Mapping[str, Any]) -> Found | None:
-    """The tokenizer in `folder`, or GPT-2's where nothing speaks against it and vocab_size allows, else None.
-
-    config: the contents of config.json.
-    tokenizer.json comes before vocab.json + merges.txt where a folder has both, as in transformers 5.
-    """
+    """What Tokenizer.from_folder reads. Raises CheckpointError for a file that cannot be read, else TokenizerError."""
     files = {name: read_bytes(folder / name) for name in TOKENIZER_FILES if is_file(folder / name)}
     sides = {name: as_json(folder / name, files[name]) if name in files else {} for name in SIDES}
     for name in ("add_prefix_space", "add_bos_token", "add_eos_token"):
@@ -85,7 +81,7 @@ def _choose(
     folder: Path, files: Mapping[str, bytes], settings: Mapping[str, Any], vocab_size: int, config: Mapping[str, Any]
 ) -> tuple[Vocabulary, list[Any], str] | None:
     """The vocabulary, the added tokens that its file lists, and the name of that file."""
-    if "tokenizer.json" in files:
+    if "tokenizer.json" in files:  # before the pair where a folder has both, as in transformers 5
         return *_from_pipeline(folder / "tokenizer.json", files["tokenizer.json"]), "tokenizer.json"
     _refuse_other_class(folder, settings, config)
     pair = {"vocab.json", "merges.txt"} & files.keys()
@@ -162,10 +158,7 @@ def _warn_if_unlike_gpt2(folder: Path, vocab_size: int, config: Mapping[str, Any
 def _read_added(
     folder: Path, listed: list[Any], sides: Mapping[str, Mapping[str, Any]], vocabulary: Vocabulary
 ) -> dict[str, Added]:
-    """Every added token. Special are those marked so, and those that have a role, such as bos_token.
-
-    listed: "added_tokens" of tokenizer.json.   sides: the contents of the other JSON files, by their names.
-    """
+    """Those `listed` in tokenizer.json, and those of the other JSON files. Special: marked so, or with a role."""
     ids = {token: id for token, id in zip(vocabulary.tokens, vocabulary.ids, strict=True) if id >= 0}
 
     def find(spelling: str) -> int | None:

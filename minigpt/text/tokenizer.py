@@ -61,7 +61,7 @@ class Tokenizer:
 
         config: the contents of config.json, which may name another tokenizer.
         A folder without one gets GPT-2's if vocab_size allows, with a warning if the model looks like another; else
-        None: such a model takes token ids only. Ids may have gaps anywhere, as pruned and padded vocabularies do.
+        None: such a model takes token ids only. Ids may have gaps, as in pruned and padded vocabularies.
         Raises TokenizerError, naming the file and the cure, if it is damaged or is not GPT-2's kind of tokenizer.
         """
         try:
