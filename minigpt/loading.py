@@ -14,9 +14,8 @@ import torch
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import TokenizerError
 from minigpt.files.checkpoint import load_model, read_config, read_generation
-from minigpt.files.hub import ALIASES
 from minigpt.files.locate import Name, locate, own_folder
-from minigpt.files.reading import read_json
+from minigpt.files.reading import ALIASES, read_json
 from minigpt.language_model import LanguageModel
 from minigpt.network.config import GPT2Config
 from minigpt.network.device import find_device, find_dtype

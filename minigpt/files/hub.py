@@ -1,4 +1,7 @@
-"""A model from the Hugging Face hub, by huggingface_hub into its own cache: only files that are read here. No torch."""
+"""A model from the Hugging Face hub, by huggingface_hub into its own cache: only files that are read here. No torch.
+
+locate.py imports this where it needs it: huggingface_hub takes half a second.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from huggingface_hub import constants, errors, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.utils import get_session, hf_raise_for_status, tqdm  # type: ignore[attr-defined]
+from huggingface_hub.utils.logging import get_logger
+
 from minigpt.errors import CheckpointError, ModelNotFoundError
-from minigpt.files.reading import INDEX, OTHER_TOKENIZERS, TOKENIZER_FILES, WEIGHTS, has_weights, sha256, shards
+from minigpt.files.reading import ALIASES, INDEX, SMALL_FILES, WEIGHTS, has_weights, sha256, shards
 
-ALIASES = {
-    "gpt2": "openai-community/gpt2",
-    "gpt2-medium": "openai-community/gpt2-medium",
-    "gpt2-large": "openai-community/gpt2-large",
-    "gpt2-xl": "openai-community/gpt2-xl",
-    "distilgpt2": "distilbert/distilgpt2",
-}
-
-# What is downloaded beside the weights, where the repository has it. The official ones hold gigabytes of other formats.
-_SIDE_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKENIZERS)
 _TIMEOUT = 5  # seconds without an answer after which the hub counts as unreachable
-
 downloading = False  # Whoever stops the process now should let it unwind: what has come of a file is then removed.
+
+
+class _NoBar(tqdm):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
 
 def known_names(name: str) -> str:
@@ -40,8 +41,6 @@ def known_names(name: str) -> str:
 
 def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress: bool, weights: bool) -> Path:
     """The snapshot folder of `repo`: brought up to date if the hub answers and agrees, else as it is in the cache."""
-    from huggingface_hub import constants
-
     offline = offline or constants.HF_HUB_OFFLINE
     failure: Exception | None = None
     with _quiet():
@@ -62,9 +61,6 @@ def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress
 
 def _ask(repo: str, revision: str | None) -> tuple[str, dict[str, str | None]]:
     """The commit that `revision` stands for on the hub now, and its files' names with the sha256 of the large ones."""
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
-
     # Not HfApi.model_info: newer ones first ask another address for a list of agents, 3 s more where nobody answers.
     token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
     headers = {"user-agent": "minigpt", **({"authorization": f"Bearer {token}"} if token else {})}
@@ -77,12 +73,6 @@ def _ask(repo: str, revision: str | None) -> tuple[str, dict[str, str | None]]:
 
 def _download(repo: str, revision: str | None, progress: bool, weights: bool) -> Path:
     """Fetch what is missing of `repo`, all from one commit, and give the folder. Cached already: a single request."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
-
-    class NoBar(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
     def fetch(name: str) -> Path:
         global downloading
@@ -91,7 +81,7 @@ def _download(repo: str, revision: str | None, progress: bool, weights: bool) ->
             return Path(found)
         downloading = True
         try:
-            path = Path(hf_hub_download(repo, name, revision=commit, tqdm_class=None if progress else NoBar))
+            path = Path(hf_hub_download(repo, name, revision=commit, tqdm_class=None if progress else _NoBar))
         finally:
             downloading = False
         if names[name] not in (None, sha256(path)):  # the client compares the length only
@@ -107,7 +97,7 @@ def _download(repo: str, revision: str | None, progress: bool, weights: bool) ->
     if weights and WEIGHTS not in names and INDEX not in names:
         raise CheckpointError(f"{repo} on the hub has no safetensors weights, the only format that is read")
     # The weights come last, and the branch's name after them, so that what is cut short never looks like a model.
-    for name in (name for pattern in _SIDE_FILES for name in fnmatch.filter(names, pattern) if "/" not in name):
+    for name in (name for pattern in SMALL_FILES for name in fnmatch.filter(names, pattern) if "/" not in name):
         fetch(name)
     if weights:
         for name in [WEIGHTS] if WEIGHTS in names else shards(fetch(INDEX)):
@@ -121,8 +111,6 @@ def _download(repo: str, revision: str | None, progress: bool, weights: bool) ->
 
 def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
     """The snapshot of `repo` in the cache; if the weights are wanted, only a complete one."""
-    from huggingface_hub import try_to_load_from_cache
-
     found = try_to_load_from_cache(repo, "config.json", revision=revision)
     if not isinstance(found, str) or (weights and not has_weights(Path(found).parent)):
         return None
@@ -131,8 +119,6 @@ def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
 
 def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure: Exception | None) -> str:
     """Why the hub did not give a model, and what to do. Never quotes `failure`, which may hold a token."""
-    from huggingface_hub import constants, errors, get_token
-
     if isinstance(failure, errors.LocalEntryNotFoundError) and isinstance(failure.__cause__, Exception):
         failure = failure.__cause__  # what went wrong before the cache was tried
     files = f"config.json generation_config.json {WEIGHTS} vocab.json merges.txt"
@@ -163,8 +149,6 @@ def _quiet() -> Iterator[None]:
 
     Its warnings (a disk without symbolic links, or nearly full) pass: Python's filters belong to the whole process.
     """
-    from huggingface_hub.utils.logging import get_logger
-
     here, handlers = threading.get_ident(), list(get_logger("huggingface_hub").handlers)
 
     def of_others(record: logging.LogRecord) -> bool:

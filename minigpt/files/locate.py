@@ -12,8 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from minigpt.errors import CheckpointError, ModelNotFoundError
-from minigpt.files.hub import ALIASES, from_hub, known_names
-from minigpt.files.reading import almost, is_model
+from minigpt.files.reading import ALIASES, almost, is_model
 
 Name = str | os.PathLike[str]  # of a model
 _HUB_ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)  # the hub's rule
@@ -48,10 +47,12 @@ def locate(
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds it")
     if os.path.islink(name) and not known and folder is None:
         raise ModelNotFoundError(f"{name} is a link to nothing: delete it, or make it point to the folder of a model")
+    from minigpt.files import hub
+
     if hub_id is None:
-        raise ModelNotFoundError(f"{name!r} is neither an existing folder nor a hub name. {known_names(name)}")
+        raise ModelNotFoundError(f"{name!r} is neither an existing folder nor a hub name. {hub.known_names(name)}")
     try:
-        return from_hub(name, hub_id, revision, offline, progress, weights)
+        return hub.from_hub(name, hub_id, revision, offline, progress, weights)
     except ModelNotFoundError as error:
         if known or not os.path.isdir(name.partition("/")[0]):
             raise

@@ -12,6 +12,9 @@ from typing import Any
 
 from minigpt.errors import CheckpointError
 
+_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+ALIASES = {name: f"openai-community/{name}" for name in _SIZES} | {"distilgpt2": "distilbert/distilgpt2"}
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -19,6 +22,8 @@ SIDES = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", *SIDES)
 # Files of tokenizers that this engine does not have: whoever sees one knows that GPT-2's vocabulary would be wrong.
 OTHER_TOKENIZERS = ("*.model", "*.spm", "*.tiktoken", "vocab.txt", "tekken.json", "encoder.json", "vocab.bpe")
+# What is downloaded beside the weights, where the repository has it. The official ones hold gigabytes of other formats.
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKENIZERS)
 
 MAX_HEADER = 2**25  # bytes of a JSON or text file, or of a weight file's header: in memory it can grow thirtyfold
 _MAX_DEPTH = 50  # of JSON: deeper is a trap for whoever compares or prints it

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from hub_server import HubServer, environment
 
 import minigpt
 from minigpt import GPT2, GPT2Config, Tokenizer
@@ -668,6 +669,38 @@ def test_info_refuses_files_that_do_not_fit_their_config(run: Any, folder: Path,
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         code, out, err = run("info", "--offline", "-m", str(tmp_path), model=False)
         assert (code, out) == (1, "") and "the weights do not fit config.json" in err and err.count("\n") == 1
+
+
+def test_info_downloads_no_weights_and_says_that_they_are_not_here(folder: Path, tmp_path: Path) -> None:
+    """It fetched gigabytes to print the configuration."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    huge = json.dumps({**json.loads(files["config.json"]), "n_layer": 10**9}).encode()
+    with HubServer() as hub:
+        hub.add("me/model", files)
+        hub.add("me/huge", {**files, "config.json": huge})  # nothing proves it: no such model may be built
+
+        def info(name: str, *args: str, code: str = "from minigpt.cli.main import main; sys.exit(main())") -> str:
+            argv = [sys.executable, "-c", f"import sys; {code}", "info", "-m", name, *args]
+            env = environment(hub.url, tmp_path)
+            done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+            assert (done.returncode, done.stderr) == (0, "")
+            return done.stdout
+
+        out = info("me/model")
+        assert "the weights are not here" in out and "n_positions" in out and "sha256" not in out
+        assert "model.safetensors" not in hub.asked() and "config.json" in hub.asked()
+        record = json.loads(info("me/model", "--json", "--offline"))
+        total = sum(parameter.numel() for parameter in minigpt.load(folder).model.parameters())
+        assert record["files"] == [] and sum(record["parameters"].values()) == total
+        assert sum(json.loads(info("me/huge", "--json"))["parameters"].values()) > 10**9
+        info("me/model", code="from minigpt.files.locate import locate; locate('me/model')")
+        assert "the weights are not here" not in (out := info("me/model", "--offline")) and "sha256" in out
+
+
+def test_info_refuses_a_folder_without_weights(run: Any, folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    code, out, err = run("info", "-m", str(tmp_path), model=False)
+    assert (code, out) == (1, "") and "has no model.safetensors" in err
 
 
 # Real processes
