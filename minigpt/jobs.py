@@ -27,8 +27,8 @@ from minigpt.lines import Line, Source, name_of, numbered, read, read_lines, sur
 from minigpt.records import Output, as_record, score_figures
 
 if TYPE_CHECKING:
-    from minigpt.decoding.prompts import Task
     from minigpt.language_model import LanguageModel
+    from minigpt.prompts import Task
 
 
 def records(

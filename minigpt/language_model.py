@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from minigpt import prompts as given
 from minigpt.checks import integer, short_repr
-from minigpt.decoding import prompts as given
 from minigpt.decoding.batch import in_order
 from minigpt.decoding.params import SamplingParams
-from minigpt.decoding.prompts import Task, Text, is_one_prompt, listed
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
 from minigpt.errors import PromptError, TokenizerError
@@ -25,6 +24,7 @@ from minigpt.interpret import heads
 from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2, undisturbed
 from minigpt.network.products import forget
+from minigpt.prompts import Task, Text, is_one_prompt, listed
 from minigpt.scoring import Score, score_texts
 from minigpt.text.tokenizer import Tokenizer
 
@@ -144,11 +144,10 @@ class LanguageModel:
         prompt in it raises once those before it are given. Raises as `generate` does.
         """
         slots, lm, prompts = integer("batch_size", batch_size, 1, 4096), self.without(ablate), listed(prompts)
-        pairs: Iterable[tuple[Prompt, SamplingParams]]
         pairs = given.checked(prompts, params, overrides, partial(lm.encode, special=special), lm.limits)
         if isinstance(prompts, SequenceOf):
-            pairs = list(pairs)
-            slots = max(1, min(slots, sum(one.samples for _, one in pairs)))
+            pairs = iter(whole := list(pairs))
+            slots = max(1, min(slots, sum(one.samples for _, one in whole)))
         rows = (row for prompt, one in pairs for row in given.samples(prompt, one, lm.limits))
         return (_completed(result) for result in in_order(lm.model, rows, slots))
 

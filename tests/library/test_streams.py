@@ -136,6 +136,9 @@ def test_one_of_many_streams_is_closed_and_its_slot_is_free(lm: LanguageModel) -
     streams.close(0)
     rest = [row for row, _ in streams]
     assert rest.count(0) == 0 and rest[:3] == [2, 1, 2] and rest.count(1) == 28 and rest.count(2) == 30
+    early = lm.stream_many([[3], [4], [5]], LONG, batch_size=1)
+    early.close(1)  # before it was read: it costs no step
+    assert [row for row, _ in early] == [0] * 30 + [2] * 30
     closed = lm.stream_many([[3], [4]], LONG)
     next(closed)
     closed.close()
