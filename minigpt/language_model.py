@@ -19,7 +19,7 @@ from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
 from minigpt.errors import PromptError, TokenizerError
-from minigpt.files.write import write_checkpoint
+from minigpt.files.checkpoint import write_checkpoint
 from minigpt.interpret import heads
 from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2, undisturbed
