@@ -37,7 +37,8 @@ def decode(model: GPT2, waiting: Waiting, slots: int) -> Drawn:
                 break
             if row is None:
                 break
-            rows = [] if isinstance(row, Failure) or row.over else row.together
+            rows = [] if isinstance(row, Failure) or row.over else [*row.together] or [row]
+            rows = [one for one in rows if one not in batch.rows]
             slots = max(slots, len(rows))
             if len(batch.rows) + len(rows) > slots:  # it waits until so many are free
                 break

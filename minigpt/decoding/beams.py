@@ -1,21 +1,20 @@
-"""Beam search: the most probable continuations of a prompt, where greedy decoding takes the best next token only.
+"""Beam search: the most probable continuations of a prompt, where greedy decoding takes the best next token alone.
 
 Formulas and order are those of Hugging Face transformers 5 (GenerationMixin._beam_search): the tests compare ids and
-scores. A search keeps N = num_beams sequences that run on, and the best N that are complete. A step adds every token's
-log-probability to the score of the sequence before it, and looks at the best K of these N * V candidates:
+scores. N = num_beams sequences run on. A step adds the log-probabilities of all tokens to their scores, and takes the
+best K of these N * V candidates, or above temperature 0 draws K without replacement:
 
-    K = N * max(2, 1 + end ids)      so that N of them do not end
-    of the first N of the K: those that end are complete, with the score  sum of log-probabilities / tokens ** penalty
-    of all K: the best N that do not end run on
+    K = N * max(2, 1 + number of end ids), so that N of them do not end
+    those of the best N that end are complete, with the score  sum of log-probabilities / tokens ** length_penalty
+    the best N of the K that do not end run on
 
-A candidate ends with an end id, with a stop string in the drawn text, or where no further token is allowed: by
-max_new_tokens, the context or max_seconds. Above temperature 0 the K candidates are drawn without replacement.
+A candidate ends with an end id, with a stop string (transformers finds one that began in the prompt, too), or because
+max_new_tokens, the context or max_seconds allow no more. The best N complete ones are kept.
 """
 
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 from torch import Tensor
@@ -29,33 +28,22 @@ _NEVER = -1e9  # the score of no sequence, below those of all others
 Drawn = list[tuple[int, TokenLogprob | None]]  # ids, and what their Steps are to say of them
 
 
-def search(prompt: Prompt, params: SamplingParams, limits: Limits) -> list[Beam]:
-    """A search's first `samples` beams. They stand for all: its results, best first, are theirs in the end."""
-    return Search(prompt, params, limits).beams[: params.samples]
-
-
 class Beam(Sequence):
-    """A sequence of a search, with a slot of its own in the cache."""
+    """A sequence of a search, with a slot of its own in the cache. In the end, the first hold the results."""
 
     def __init__(self, search: Search, prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
         super().__init__(prompt, params, 0, limits)
-        self.search = search
-        self.drawn: Drawn = []
-
-    @property
-    def together(self) -> list[Sequence]:
-        """The whole search for its first beam; nothing for the others, which are admitted with it."""
-        return [*self.search.beams] if self is self.search.beams[0] else []
+        self.search, self.drawn = search, Drawn()
 
     def accept(self, logits: Tensor) -> Step | None:
         """Wait for the other beams' logits; with the last ones, all go a step further. Steps come at the end."""
         self.search.logits[self] = logits
-        if len(self.search.logits) == len(self.search.beams):
-            try:
+        try:
+            if len(self.search.logits) == len(self.search.beams):
                 self.search.advance()
-            except MiniGPTError as error:
-                for beam in self.search.beams:
-                    beam.error, beam.finish_reason = error, "error"
+        except MiniGPTError as error:
+            for beam in self.search.beams:
+                beam.error, beam.finish_reason = error, "error"
         return None
 
 
@@ -67,9 +55,9 @@ class Search:
         self.beams = [Beam(self, prompt, params, limits) for _ in range(N)]
         self.prompt, self.params, self.n_new = prompt, self.beams[0].params, 0
         for beam in self.beams:
-            beam.seed = self.beams[0].seed  # also where it is a fresh one
+            beam.together, beam.seed = self.beams, self.beams[0].seed  # the seed may be a fresh one
         self.most = min(params.max_new_tokens, limits.n_positions - len(prompt.ids) + 1)
-        self.keep = max(2, 1 + len(self.beams[0].end_ids))
+        self.keep = max(2, 1 + len(self.beams[0].end_ids))  # candidates of each beam, and tokens that the filters leave
         self.logits: dict[Beam, Tensor] = {}  # [V] each, until all have come
         self.running = list(self.beams)  # by score [N]: of beams that are all the same at first, one counts
         self.scores = NEVER.index_fill(0, torch.zeros(1, dtype=torch.int64, device="cpu"), 0)
@@ -86,17 +74,12 @@ class Search:
         last = late or self.n_new == self.most
         ends = torch.tensor([last or self.ends(beam, id) for beam, id in candidates], device="cpu")
 
-        going = scores + ends.float() * _NEVER
-        chosen = [candidates[i] for i in going.topk(N).indices.tolist()]
-        self.scores = going.topk(N).values
-
+        self.scores, run_on = (scores + ends.float() * _NEVER).topk(N)
         done = ends & (torch.arange(len(ends), device="cpu") < N)
-        pool = torch.cat([self.best, scores / size + (~done).float() * _NEVER])
-        self.best, kept = pool.topk(N)
+        self.best, kept = torch.cat([self.best, scores / size + (~done).float() * _NEVER]).topk(N)
         self.complete = torch.cat([self.complete, done])[kept]
-        self.found = [
-            self.found[i] if i < N else self.grown(*candidates[i - N]) if done[i - N] else None for i in kept.tolist()
-        ]
+        new = [self.grown(*candidates[i]) if i + N in kept and done[i] else None for i in range(len(done))]
+        self.found = [[*self.found, *new][i] for i in kept.tolist()]
 
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             size = self.most**self.params.length_penalty
@@ -104,7 +87,7 @@ class Search:
         if ends.all() or not hope or (self.params.early_stopping is True and self.complete.all()):
             self.finish(late)
         else:
-            self.go_on(chosen)
+            self.go_on([candidates[i] for i in run_on.tolist()])
 
     def candidates(self) -> tuple[Tensor, list[tuple[Beam, int]]]:
         """The K best continuations, best first: their scores [K], and of each the beam and the token after it."""
@@ -114,20 +97,17 @@ class Search:
             raise NoTokenError("no token is left to draw: the parameters bar all, after each of the beams")
         K = min(self.keep * len(rows), len(scores))
         if self.params.temperature > 0:
-            if self.generator is None:
-                self.generator = torch.Generator(rows.device).manual_seed(self.beams[0].seed or 0)
+            self.generator = self.generator or torch.Generator(rows.device).manual_seed(self.beams[0].seed or 0)
             drawn = torch.multinomial(scores.softmax(-1), K, generator=self.generator)
             best, order = scores[drawn].sort(descending=True)
             drawn = drawn[order]
         else:
             best, drawn = scores.topk(K)
-        V = rows.shape[1]
-        return best.cpu(), [(self.running[i // V], i % V) for i in drawn.tolist()]
+        return best.cpu(), [(self.running[i // rows.shape[1]], i % rows.shape[1]) for i in drawn.tolist()]
 
     def log_probabilities(self, beam: Beam) -> Tensor:
         """Of every token after a beam, [V], changed by the processors, which see no logits here."""
-        scores = self.logits[beam].float().log_softmax(-1)
-        barred = beam.limits.undecodable_ids
+        scores, barred = self.logits[beam].float().log_softmax(-1), beam.limits.undecodable_ids
         try:
             return process(scores, beam.history, self.n_new - 1, self.params, beam.end_ids, barred, self.keep)
         except NoTokenError:  # other beams may go on
@@ -157,7 +137,7 @@ class Search:
         for source, _ in chosen:
             beam = spare.pop() if source in self.running else source
             if beam is not source:
-                beam.source, beam.shared = source, len(os.path.commonprefix([beam.history, source.history]))
+                beam.source, beam.shared = source, _shared(beam.history, source.history)
             self.running.append(beam)
         for beam, drawn in zip(self.running, grown, strict=True):
             beam.drawn, beam.history = drawn, [*self.prompt.ids, *(id for id, _ in drawn)]
@@ -167,10 +147,14 @@ class Search:
         """Write the results into the beams, the best into the first, as if each had drawn its tokens."""
         for beam, found, score in zip(self.beams, self.found, self.best.tolist(), strict=True):
             beam.history, beam.score = list(self.prompt.ids), score
-            if found is None or score == -math.inf:
-                beam.error, beam.finish_reason = NoTokenError("the parameters leave fewer sequences than samples"), "error"
-                continue
-            for id, logprob in found:
+            for id, logprob in found or () if score > -math.inf else ():
                 if beam.finish_reason is None:
                     beam.take(id, logprob, late and len(beam.steps) + 1 == self.n_new)
-            beam.finish_reason = beam.finish_reason or "stop"
+            if not beam.steps:
+                beam.error = NoTokenError("no token is left to draw: the parameters leave fewer sequences than samples")
+            beam.finish_reason = "error" if beam.error else beam.finish_reason or "stop"
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many ids two lists of the same length begin with alike."""
+    return next((i for i in range(len(a)) if a[i] != b[i]), len(a))

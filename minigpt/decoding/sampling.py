@@ -78,8 +78,10 @@ def process(
         logits = keep_top_p(logits, params.top_p, keep)
         logits = keep_min_p(logits, params.min_p, keep)
         logits = keep_typical(logits, params.typical_p, keep)
-        logits = drop_below_epsilon(logits, params.epsilon_cutoff, keep)
-        logits = drop_below_eta(logits, params.eta_cutoff, keep)
+        if params.epsilon_cutoff:
+            logits = drop_below(logits, params.epsilon_cutoff, keep)
+        if params.eta_cutoff:
+            logits = drop_below(logits, eta_bound(logits, params.eta_cutoff), keep)
     return logits
 
 
@@ -146,7 +148,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 def keep_top_p(logits: Tensor, p: float, keep: int = 1) -> Tensor:
     """Keeps the fewest of the likeliest tokens whose probabilities sum to p (TopPLogitsWarper; nucleus, 1904.09751).
 
-    To the bit: in ascending order, removes tokens while their cumulative probability is <= 1 - p, never the last `keep`.
+    To the bit: in ascending order, removes tokens while their cumulative probability is <= 1 - p, never the last ones.
     """
     if p >= 1.0:
         return logits
@@ -185,22 +187,18 @@ def keep_typical(logits: Tensor, mass: float, keep: int = 1) -> Tensor:
     return logits.masked_fill(remove.scatter(0, order, remove), -math.inf)
 
 
-def drop_below_epsilon(logits: Tensor, epsilon: float | Tensor, keep: int = 1) -> Tensor:
-    """Drops tokens of a probability below epsilon, but not the best (EpsilonLogitsWarper; 2210.15191); 0 drops none."""
-    if isinstance(epsilon, float) and epsilon == 0:
-        return logits
+def drop_below(logits: Tensor, least: float | Tensor, keep: int = 1) -> Tensor:
+    """Drops tokens of a probability below `least`, never the best (EpsilonLogitsWarper; truncation, 2210.15191)."""
     best = torch.topk(logits, min(keep, len(logits))).values[-1]
-    return logits.masked_fill((logits.softmax(-1) < epsilon) & (logits < best), -math.inf)
+    return logits.masked_fill((logits.softmax(-1) < least) & (logits < best), -math.inf)
 
 
-def drop_below_eta(logits: Tensor, eta: float, keep: int = 1) -> Tensor:
-    """Drops tokens less probable than min(eta, sqrt(eta) * exp(-entropy)) (EtaLogitsWarper; 2210.15191); 0: none."""
-    if eta == 0:
-        return logits
+def eta_bound(logits: Tensor, eta: float) -> Tensor:
+    """min(eta, sqrt(eta) * exp(-entropy)), what `drop_below` takes for eta sampling (EtaLogitsWarper; 2210.15191)."""
     log_p = logits - logits.logsumexp(-1, keepdim=True)
-    entropy = -(log_p.clamp(min=torch.finfo().min) * log_p.softmax(-1)).sum()
-    least = torch.tensor(eta, device=logits.device)
-    return drop_below_epsilon(logits, torch.minimum(least, least.sqrt() * (-entropy).exp()), keep)
+    entropy = -(log_p.clamp(min=torch.finfo(torch.float32).min) * log_p.softmax(-1)).sum()
+    bound = torch.tensor(eta, dtype=torch.float32, device=logits.device)
+    return torch.minimum(bound, bound.sqrt() * (-entropy).exp())
 
 
 def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None) -> int:

@@ -109,9 +109,10 @@ class Prompt:
 class Sequence:
     """One sample of a prompt being continued: its tokens, its random numbers, and the text that it may show."""
 
-    score: float | None = None
-    source: Sequence | None = None  # whose tokens it goes on from, after the first `shared`, where not from its own
+    together: SequenceOf[Sequence] = ()  # all beams of a search: they are admitted at once
+    source: Sequence | None = None  # the beam whose tokens it has taken over, those after the first `shared`
     shared = 0
+    score: float | None = None
 
     def __init__(self, prompt: Prompt, params: SamplingParams, sample: int, limits: Limits) -> None:
         self.prompt, self.params, self.limits = prompt, params, limits
@@ -137,11 +138,6 @@ class Sequence:
     def over(self) -> bool:
         """Whether there is nothing left to draw."""
         return self.finish_reason is not None or self.cancelled
-
-    @property
-    def together(self) -> list[Sequence]:
-        """The sequences that are admitted at once when this one's turn comes."""
-        return [self]
 
     @property
     def late(self) -> bool:
@@ -170,10 +166,8 @@ class Sequence:
     @torch.inference_mode()
     def _draw(self, logits: Tensor) -> Step:
         """Draw a token from the logits [V] and take it."""
-        params = self.params
-        scores = process(
-            logits, self.history, len(self.steps), params, self.end_ids, self.limits.undecodable_ids
-        )
+        params, barred = self.params, self.limits.undecodable_ids
+        scores = process(logits, self.history, len(self.steps), params, self.end_ids, barred)
         if params.temperature > 0 and self._generator is None:
             self._generator = torch.Generator(logits.device).manual_seed(self.seed or 0)
         id = draw(scores, params, self._generator)
@@ -181,8 +175,8 @@ class Sequence:
 
     def logprob(self, logits: Tensor, id: int) -> TokenLogprob | None:
         """What the Step of a token drawn from the raw logits [V] says of its probability, if that was asked for."""
-        k = self.params.logprobs
-        return None if k is None else TokenLogprob(id, *best_log_probabilities(logits, id, k, self.limits.undecodable_ids))
+        k, barred = self.params.logprobs, self.limits.undecodable_ids
+        return None if k is None else TokenLogprob(id, *best_log_probabilities(logits, id, k, barred))
 
     def take(self, id: int, logprob: TokenLogprob | None, late: bool) -> Step:
         """Append a token: work out the text that it shows, and whether it is the last."""

@@ -168,7 +168,9 @@ class Block(nn.Module):
         self.layer = layer
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         rates, upcast = (config.attn_pdrop, config.resid_pdrop), config.reorder_and_upcast_attn
-        self.attn = MultiHeadAttention(config.n_embd, config.n_head, None, config.n_positions, *rates, True, scale, upcast)
+        self.attn = MultiHeadAttention(
+            config.n_embd, config.n_head, None, config.n_positions, *rates, True, scale, upcast
+        )
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
