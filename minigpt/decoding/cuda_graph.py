@@ -64,7 +64,7 @@ class Graph:
         # A row not in use takes token 0 at position 0. Nobody sees what it writes there: whatever fills the slot next,
         # a prefill or a copy of another row, begins with position 0.
         rows, unused = len(ids), cache.keys.shape[1] - len(ids)
-        starts = torch.tensor([cache.lengths + [0] * unused]).T
+        starts = torch.tensor(cache.lengths + [0] * unused, device="cpu")[:, None]
         if self.replay is None:
             self.ids, self.at = torch.zeros_like(starts, device=ids.device), starts.to(ids.device)
         self.ids[:rows].copy_(ids)

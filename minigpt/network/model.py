@@ -59,10 +59,8 @@ def attention_weights(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, dropout: float = 0.0, upcast: bool = False
 ) -> Tensor:
-    """softmax(Q K^T * scale + mask) V, [B,H,T,D], mostly by PyTorch's fused attention, which never holds the weights.
-
-    It takes the scores in the dtype of q and k; for one query on a CPU, the formula is faster, up to 1.4 times.
-    """
+    """softmax(Q K^T * scale + mask) V, [B,H,T,D], mostly by PyTorch's fused attention, which holds no weights."""
+    # It takes the scores in the dtype of q and k. For one query on a CPU, the formula is up to 1.4 times as fast.
     if (q.shape[2] == 1 and q.is_cpu) or (upcast and q.dtype != torch.float32):
         return attention_weights(q, k, visible, scale, dropout, upcast) @ v  # (B, H, T, S) @ (B, H, S, D)
     # is_causal aligns its triangle at the top left, which is right only where no token came before.
@@ -168,9 +166,8 @@ class Block(nn.Module):
         self.layer = layer
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         rates, upcast = (config.attn_pdrop, config.resid_pdrop), config.reorder_and_upcast_attn
-        self.attn = MultiHeadAttention(
-            config.n_embd, config.n_head, None, config.n_positions, *rates, True, scale, upcast
-        )
+        sizes = config.n_embd, config.n_head, None, config.n_positions
+        self.attn = MultiHeadAttention(*sizes, *rates, scale=scale, upcast=upcast)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
