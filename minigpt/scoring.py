@@ -11,11 +11,11 @@ from typing import NamedTuple, TypedDict
 import torch
 
 from minigpt.checks import integer
-from minigpt.decoding.prompts import Encode, Text
 from minigpt.decoding.sampling import best_log_probabilities
 from minigpt.decoding.sequence import Limits
 from minigpt.errors import CheckpointError, PromptError
 from minigpt.network.model import GPT2
+from minigpt.prompts import Encode, Text
 from minigpt.text.tokenizer import Tokenizer
 
 _TOKENS = 4096  # about how many go through the model at once

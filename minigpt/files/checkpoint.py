@@ -29,9 +29,13 @@ from minigpt.network.products import Packed
 
 Files = Mapping[str, bytes]  # {name: contents}
 
-# What transformers applies of generation_config.json: always, and where do_sample is true (with its defaults).
-_ALWAYS = ("max_new_tokens", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens")
-_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
+# What generation_config.json may set that transformers applies always, and where do_sample is true (with its defaults).
+_ALWAYS = (
+    *("max_new_tokens", "min_new_tokens", "num_beams", "length_penalty", "early_stopping", "repetition_penalty"),
+    *("no_repeat_ngram_size", "sequence_bias", "suppress_tokens", "bad_words_ids"),
+)
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "typical_p": None}
+_SAMPLING |= {"epsilon_cutoff": None, "eta_cutoff": None}
 
 
 def read_config(folder: Path, data: Mapping[str, Any] | None = None) -> GPT2Config:
@@ -48,7 +52,7 @@ def read_generation(folder: Path, config: GPT2Config) -> tuple[tuple[int, ...], 
 
     The end ids are eos_token_id of generation_config.json, else of config.json, if in the vocabulary.
     The settings are those that transformers 5 would apply: see _ALWAYS and _SAMPLING. Left out are max_length, which
-    counts the prompt, and what SamplingParams does not have (num_beams, bad_words_ids, ...).
+    counts the prompt, and settings that SamplingParams does not have (guidance_scale, ...).
     """
     path = folder / "generation_config.json"
     data = read_json(path) if is_file(path) else {}

@@ -11,8 +11,8 @@ from typing import Any
 from minigpt import LanguageModel, MiniGPTError, PromptError, SamplingParams
 from minigpt.checks import integer, number, short_repr
 from minigpt.decoding.params import fresh_seed
-from minigpt.decoding.prompts import is_one_prompt
 from minigpt.decoding.sequence import Prompt
+from minigpt.prompts import is_one_prompt
 
 OURS = {  # fields of the interface and our own -> SamplingParams
     **{"max_tokens": "max_new_tokens", "n": "samples", "min_new_tokens": "min_new_tokens"},
