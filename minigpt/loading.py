@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -50,7 +49,6 @@ def load(
     Raises ModelNotFoundError, CheckpointError or DeviceError; TypeError for a model in place of a name. Warns if the
     program enabled TF32 for float32 on CUDA (results differ from the CPU's), and if GPT-2's vocabulary is a guess.
     """
-    _refuse_objects(model)
     place = find_device(device)
     precision = find_dtype(dtype, place)
     folder = locate(model, revision=revision, offline=offline, progress=progress)
@@ -68,8 +66,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that `load` would load, without weights; GPT-2's own sizes need no download. Raises as `load`, and
     TokenizerError where there is none."""
-    _refuse_objects(model)
-    if model in ALIASES and revision is None and own_folder(model) is None:
+    if own_folder(model) is None and model in ALIASES and revision is None:
         return Tokenizer.gpt2()
     _, found = _read(locate(model, revision=revision, offline=offline, progress=progress, weights=False))
     if not isinstance(found, Tokenizer):
@@ -97,10 +94,3 @@ def _defaults(folder: Path, settings: Mapping[str, Any]) -> SamplingParams:
         except ValueError as error:
             _log.debug("%s/generation_config.json: %s", folder, error)
     return SamplingParams(**good)
-
-
-def _refuse_objects(model: Any) -> None:
-    if not isinstance(model, (str, os.PathLike)):
-        advice = "minigpt.LanguageModel(model, tokenizer) takes a GPT2; of transformers' models, write one with "
-        advice += "save_pretrained(folder), its tokenizer too, and load that folder"
-        raise TypeError(f"model must be a name or a folder, not a {type(model).__name__}: {advice}")

@@ -31,8 +31,8 @@ def locate(
 
     Raises ModelNotFoundError, or CheckpointError if the folder or the hub's repository has nothing to load.
     """
-    name, known = os.fspath(model), model == "demo" or model in ALIASES
     folder = own_folder(model)
+    name, known = os.fspath(model), model == "demo" or model in ALIASES
     hub_id = ALIASES.get(name, name) if isinstance(model, str) and _HUB_ID.fullmatch(name) and name != "demo" else None
     if folder is not None and (known or hub_id is None or is_model(folder)):
         if revision is None:
@@ -61,7 +61,11 @@ def locate(
 
 
 def own_folder(model: Name) -> Path | None:
-    """The folder on this machine, outside the cache, that `model` stands for, if there is one."""
+    """The folder on this machine, outside the cache, that `model` stands for, if there is one. TypeError: no name."""
+    if not isinstance(model, (str, os.PathLike)):
+        advice = "minigpt.LanguageModel(model, tokenizer) takes a GPT2; of transformers' models, write one with "
+        advice += "save_pretrained(folder), its tokenizer too, and load that folder"
+        raise TypeError(f"model must be a name or a folder, not a {type(model).__name__}: {advice}")
     if model == "demo" or model in ALIASES:
         place = _WEIGHTS / os.fspath(model)
         return place if place.is_dir() else _packaged_demo() if model == "demo" else None

@@ -120,10 +120,9 @@ class MappedFile:
             self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, item: Stored) -> Tensor:
-        """The tensor in the file's memory, turned to (out, in) where it is stored as (in, out). It keeps that alive."""
+        """The tensor as it lies in the file. It keeps the mapping alive."""
         count = math.prod(item.shape)
-        stored = torch.frombuffer(self.memory, dtype=DTYPES[item.dtype], count=count, offset=item.start)
-        return stored.view(item.shape).t() if item.name.endswith(_TRANSPOSED) else stored.view(item.shape)
+        return torch.frombuffer(self.memory, dtype=DTYPES[item.dtype], count=count, offset=item.start).view(item.shape)
 
     def read(self, item: Stored, device: str | torch.device, dtype: torch.dtype) -> Tensor:
         """The tensor as the model wants it. In the stored dtype on the CPU, that is the file itself, nothing copied."""
@@ -132,7 +131,7 @@ class MappedFile:
         tensor = stored.to(device, dtype, copy=stored.dim() == 1)
         if tensor is not stored:
             self.release(item)
-        return tensor
+        return _turned(item.name, tensor)
 
     def packed(self, dtype: torch.dtype, item: Stored, weight: Tensor) -> Packed:
         """`weight`, which is this tensor, to be packed from here; then its pages can go, and the copies made for it."""
@@ -143,13 +142,18 @@ class MappedFile:
             if trim := getattr(ctypes.pythonapi, "malloc_trim", None):
                 trim(0)
 
-        return Packed(dtype, weight, self.tensor(item), release)
+        return Packed(dtype, weight, _turned(item.name, self.tensor(item)), release)
 
     def release(self, item: Stored | None = None) -> None:
         """Give back the memory of a tensor, or of all, that nobody wrote to: the file still has it."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start, end = (item.start - item.start % mmap.PAGESIZE, item.end) if item else (0, len(self.memory))
             self.memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def _turned(name: str, tensor: Tensor) -> Tensor:
+    """(in, out) <-> (out, in), for the weights in _TRANSPOSED."""
+    return tensor.t() if name.endswith(_TRANSPOSED) else tensor
 
 
 def write_weights(path: Path, model: GPT2, dtype: torch.dtype) -> None:
@@ -166,6 +170,5 @@ def write_weights(path: Path, model: GPT2, dtype: torch.dtype) -> None:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in sizes:
-            tensor = state[name].t() if name.endswith(_TRANSPOSED) else state[name]
-            data = tensor.to("cpu", dtype).contiguous()
+            data = _turned(name, state[name]).to("cpu", dtype).contiguous()
             file.write((ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr()))

@@ -84,10 +84,9 @@ def _choose(
     if "tokenizer.json" in files:  # before the pair where a folder has both, as in transformers 5
         return *_from_pipeline(folder / "tokenizer.json", files["tokenizer.json"]), "tokenizer.json"
     _refuse_other_class(folder, settings, config)
-    pair = {"vocab.json", "merges.txt"} & files.keys()
-    if len(pair) == 2:
+    if "vocab.json" in files and "merges.txt" in files:
         return _from_pair(folder, files), [], "vocab.json and merges.txt"
-    if pair:
+    if "vocab.json" in files or "merges.txt" in files:
         raise TokenizerError(f"{folder} has only one of vocab.json and merges.txt: copy the other one beside it")
     _refuse_other_files(folder)
     if vocab_size < 50257:
