@@ -72,17 +72,19 @@ def process(
         )
     if not math.isfinite(best):
         raise MiniGPTError("a bias or repetition_penalty is so extreme that a logit overflows float32")
-    if params.temperature > 0:
-        logits = scale_temperature(logits, params.temperature)
-        logits = keep_top_k(logits, max(params.top_k, keep) if params.top_k else 0)
-        logits = keep_top_p(logits, params.top_p, keep)
-        logits = keep_min_p(logits, params.min_p, keep)
-        logits = keep_typical(logits, params.typical_p, keep)
-        if params.epsilon_cutoff:
-            logits = drop_below(logits, params.epsilon_cutoff, keep)
-        if params.eta_cutoff:
-            logits = drop_below(logits, eta_bound(logits, params.eta_cutoff), keep)
-    return logits
+    return warp(logits, params, keep) if params.temperature > 0 else logits
+
+
+def warp(logits: Tensor, params: SamplingParams, keep: int) -> Tensor:
+    """The part of `process` that is for sampling alone."""
+    logits = scale_temperature(logits, params.temperature)
+    logits = keep_top_k(logits, max(params.top_k, keep) if params.top_k else 0)
+    logits = keep_top_p(logits, params.top_p, keep)
+    logits = keep_min_p(logits, params.min_p, keep)
+    logits = keep_typical(logits, params.typical_p, keep)
+    if params.epsilon_cutoff:
+        logits = drop_below(logits, params.epsilon_cutoff, keep)
+    return drop_below(logits, eta_bound(logits, params.eta_cutoff), keep) if params.eta_cutoff else logits
 
 
 def add_bias(logits: Tensor, history: Sequence[int], biases: Sequence[tuple[tuple[int, ...], float]]) -> Tensor:
