@@ -38,7 +38,7 @@ def records(
     model: str,
     batch_size: int = 8,
     special: bool = False,
-    on_line: Callable[[Line], None] | None = None,
+    on_line: Callable[[Line], object] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
     """The records of `lines`, in order, as they are done; lines are read as rows become free.
 
@@ -79,8 +79,7 @@ def records(
         sample += 1
         if whole or first + sample == line.params.samples:
             waiting.popleft()
-            if on_line:
-                on_line(line)
+            on_line(line)
             sample = 0
 
 
