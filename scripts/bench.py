@@ -53,7 +53,7 @@ GROWTH = {f"decode, prompt {n}": (n, 1) for n in (16, 128, 256, 512, 768, 984)} 
     f"decode, batch {n}": (16, n) for n in (2, 4, 8, 16, 32)
 }
 
-WHOLE = "start to first token, peak memory"  # measured on whole processes, together
+WHOLE = "--help, start to first token, peak memory"  # measured on whole processes, together
 
 
 class Engine:
@@ -482,11 +482,16 @@ def whole_processes(args: argparse.Namespace, folder: Path, config: GPT2Config) 
     ]
     results: dict[str, dict[str, list[float]]] = {}
     half = config.n_positions // 2
-    for work, length, new, rounds in (("start to first token", 8, 1, args.rounds), ("peak memory", half, half, 1)):
+    works = (("--help", 0, 0, args.rounds), ("start to first token", 8, 1, args.rounds), ("peak memory", half, half, 1))
+    for work, length, new, rounds in works:
         results[work] = {}
-        for number in range(0 if work == "start to first token" else 1, rounds + 1):  # number 0 warms the disk cache up
+        for number in range(1 if work == "peak memory" else 0, rounds + 1):  # number 0 warms the disk cache up
             for name in args.engines:
-                if name == "minigpt":
+                if work == "--help":
+                    if name != "minigpt":
+                        continue
+                    command = [*ours[:4], "--help"]
+                elif name == "minigpt":
                     ids = " ".join(map(str, range(length)))
                     command = [*ours, "--ids", ids, "-n", str(new), "--json"]
                 elif name == "transformers" and version("transformers"):

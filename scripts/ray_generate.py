@@ -24,8 +24,8 @@ import ray
 from minigpt import MiniGPTError, SamplingParams, Tokenizer
 from minigpt.files import checkpoint, locate
 from minigpt.jobs import Job, records
+from minigpt.lines import Line
 from minigpt.network.device import find_device, find_dtype
-from minigpt.records import Line
 
 
 class Worker:

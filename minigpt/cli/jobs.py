@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> None:
                 bar.update(output.done - bar.n)
             bar.update(output.done - bar.n)
     if full:
-        note(f"{full} completions end at the context of {lm.config.n_positions} tokens: --overflow slide goes on")
+        ends = f"end{'s' * (full == 1)} at the context of {lm.config.n_positions} tokens"
+        note(f"{full} of the texts {ends}: --overflow slide goes on")
     if args.stats:
         say_rate("generation", job.tokens, time.perf_counter() - started)
         say_machine(args, lm)

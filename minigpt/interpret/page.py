@@ -27,8 +27,8 @@ def shipped(name: str) -> str:
     """A text file of the package's data; MiniGPTError where the installation lacks it."""
     try:
         return (files("minigpt") / "data" / name).read_text(encoding="utf-8")
-    except (OSError, KeyError) as error:  # KeyError: from a zip, in some versions of Python
-        raise MiniGPTError(f"the installation lacks its data/{name}: install minigpt again") from error
+    except OSError:
+        raise MiniGPTError(f"this installation of minigpt lacks data/{name}: install minigpt again") from None
 
 
 def pieces(tokenizer: Tokenizer | None, id: int) -> list[str]:

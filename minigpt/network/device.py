@@ -60,23 +60,23 @@ def usable_cpus() -> int:
 
 
 def cpu_limits(root: Path = Path("/")) -> Iterator[int]:
-    """The CPU limit of the process's own cgroup and of each above it: of cgroup 2 (cpu.max) and of cgroup 1."""
-    mounts = root / "sys/fs/cgroup"
+    """The CPU limits of the process's own cgroup and of all above it, of cgroup 2 and of cgroup 1."""
     try:
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-    except OSError:  # not Linux
-        groups = []
-    groups += [["", "", "/"], ["", "cpu", "/"]]  # a container may see its own group as the root, under another name
-    for _, controllers, group in groups:
+        own = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, ValueError):  # not Linux
+        own = []
+    mount = root / "sys/fs/cgroup"
+    for line in [*own, "0::/", "0:cpu:/"]:  # a container may see its own group as the root, under another name
+        controllers, _, group = line.partition(":")[2].partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        for mount in {mounts, mounts / "unified"} if not controllers else {mounts / "cpu", mounts / controllers}:
-            path = mount / group.strip("/")
-            for folder in (path, *path.parents[: len(path.parts) - len(mount.parts)]):
+        for top in (mount / "cpu", mount / controllers) if controllers else (mount, mount / "unified"):
+            path = top / group.strip("/")
+            for folder in (path, *path.parents):
                 try:
                     quota, period = " ".join((folder / name).read_text() for name in names).split()
                     if int(quota) > 0:
                         yield int(quota) // int(period)
-                except (OSError, ValueError):  # no such group; "max": no limit
+                except (OSError, ValueError, ZeroDivisionError):  # no such file; "max": no limit
                     continue

@@ -167,8 +167,12 @@ class Block(nn.Module):
         scale /= layer + 1 if config.scale_attn_by_inverse_layer_idx else 1
         self.layer = layer
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        rates, upcast = (config.attn_pdrop, config.resid_pdrop), config.reorder_and_upcast_attn
-        self.attn = MultiHeadAttention(config.n_embd, config.n_head, None, config.n_positions, *rates, True, scale, upcast)
+        size, rates, upcast = (
+            config.n_positions,
+            (config.attn_pdrop, config.resid_pdrop),
+            config.reorder_and_upcast_attn,
+        )
+        self.attn = MultiHeadAttention(config.n_embd, config.n_head, None, size, *rates, True, scale, upcast)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,246 @@ def test_an_unknown_model_is_one_clear_line(run: Any) -> None:
     assert (code, out) == (1, "") and err.startswith("minigpt: error: ") and err.count("\n") == 1
 
 
+# Notes: one line on stderr, and none where nothing is wrong
+
+
+@pytest.mark.parametrize("command", ["generate", "score", "tokenize", "attention"])
+def test_a_special_token_that_stays_plain_text_is_noted(run: Any, command: str) -> None:
+    """A fine-tune's <|user|> became plain text without a word."""
+    more = ["-n", "1"] if command == "generate" else []
+    note = "minigpt: <|endoftext|> is read as plain text: add --special to read it as the special token\n"
+    text = "<|endoftext|>hi there"
+    assert run(command, "--offline", text, *more)[::2] == (0, note)
+    assert run(command, "--offline", text, *more, "--special")[::2] == (0, "")
+    assert run(command, "--offline", "< |endoftext|>hi", *more)[::2] == (0, "")
+    if command != "tokenize":
+        assert run(command, "--offline", "--ids", "5 6", *more)[::2] == (0, "")
+
+
+def test_special_tokens_are_noted_once_for_a_file(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"prompt": "<|endoftext|>"}\n{"prompt": "a<|endoftext|>"}\n')
+    code, out, err = run(*GENERATE, "--input", str(tmp_path / "in"), "-n", "1")
+    assert code == 0 and err.count(PLAIN) == 1
+    (tmp_path / "in").write_text('{"prompt": "<|endoftext|>", "special": true}\n{"prompt": "a", "special": null}\n')
+    code, out, err = run(*GENERATE, "--input", str(tmp_path / "in"), "-n", "1")
+    assert code == 0 and "--special" not in err and json.loads(out.splitlines()[0])["prompt_ids"] == [50256]
+
+
+@pytest.fixture
+def tuned(folder: Path, tmp_path: Path) -> Path:
+    """The model with a generation_config.json that changes what transformers draws."""
+    path = tmp_path / "tuned"
+    shutil.copytree(folder, path)
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.5, "eos_token_id": 50256}
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def test_generation_config_is_used_or_noted(run: Any, tuned: Path) -> None:
+    """It was ignored in silence."""
+    lm = minigpt.load(tuned, device="cpu")
+    args = [*GENERATE, "Hello", "-n", "6", "-m", str(tuned)]
+    code, out, err = run(*args, model=False)
+    assert (code, out) == (0, lm.generate("Hello", max_new_tokens=6).text + "\n")
+    assert err.startswith("minigpt: generation_config.json sets ") and err.count("\n") == 1
+    assert "--use-model-defaults" in err
+    for setting in ("temperature 0.7", "top_k 5", "repetition_penalty 1.5"):
+        assert setting in err
+    code, out, err = run(*args, "--use-model-defaults", "--seed", "3", model=False)
+    assert (code, err) == (0, "") and out == lm.generate("Hello", lm.defaults, max_new_tokens=6, seed=3).text + "\n"
+    # What is given comes before the model's own, also where it is what the library takes by itself.
+    code, out, err = run(*args, "--use-model-defaults", "--temperature", "0", "--top-k", "0", model=False)
+    assert (code, err) == (0, "") and out == lm.generate("Hello", max_new_tokens=6, repetition_penalty=1.5).text + "\n"
+    given = ["--temperature", "0.7", "--top-k", "9", "--repetition-penalty", "1", "--seed", "1"]
+    assert run(*args, *given, model=False)[::2] == (0, "")
+
+
+def test_generation_config_in_a_job(run: Any, tuned: Path, tmp_path: Path) -> None:
+    lm = minigpt.load(tuned, device="cpu")
+    (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "b", "top_k": 3}\n')
+    args = [*GENERATE, "--input", str(tmp_path / "in"), "-n", "4", "--seed", "7", "-m", str(tuned)]
+    assert "add --use-model-defaults" in run(*args, model=False)[2]
+    code, out, err = run(*args, "--use-model-defaults", model=False)
+    assert code == 0 and "--use-model-defaults" not in err
+    options = {"max_new_tokens": 4}
+    expected = [
+        lm.generate("a", lm.defaults, seed=8, **options),
+        lm.generate("b", lm.defaults, seed=9, top_k=3, **options),
+    ]
+    assert [json.loads(line)["ids"] for line in out.splitlines()] == [one.ids for one in expected]
+
+
+@pytest.mark.parametrize(
+    "options, names",
+    [
+        (["--top-k", "5"], "top_k"),
+        (["--top-p", "0.5"], "top_p"),
+        (["--min-p", "0.5"], "min_p"),
+        (["--seed", "1"], "seed"),
+        (["--samples", "2"], "samples"),
+        (["--top-k", "5", "--seed", "1", "--json"], "top_k, seed"),
+        (["--top-k", "0", "--top-p", "1", "--temperature", "0"], ""),
+        (["--top-k", "5", "--seed", "1", "--samples", "2", "--temperature", "1"], ""),
+    ],
+)
+def test_options_without_effect_are_noted(run: Any, options: list[str], names: str) -> None:
+    code, _, err = run(*GENERATE, "a", "-n", "1", *options)
+    assert code == 0 and err.count("\n") == (1 if names else 0)
+    assert err.startswith(f"minigpt: {names} ha") if names else not err
+
+
+def test_the_context_limit_is_noted(run: Any, tmp_path: Path) -> None:
+    """The text ended in the middle of a sentence, with nothing to say why."""
+    note = "minigpt: the text ends at the context of 64 tokens: --overflow slide goes on\n"
+    args = [*GENERATE, "Hello", "--ignore-eos"]
+    for more in ([], ["--json"], ["--samples", "2", "--temperature", "1"]):
+        assert run(*args, "-n", "70", *more)[::2] == (0, note)
+    assert run(*args, "-n", "64")[::2] == (0, "")  # all that was asked for
+    assert run(*args, "-n", "70", "--overflow", "slide")[::2] == (0, "")
+    (tmp_path / "in").write_text('{"prompt": "Hello"}\n{"prompt": "b", "max_new_tokens": 2}\n')
+    err = run(*GENERATE, "--ignore-eos", "-n", "70", "--input", str(tmp_path / "in"))[2]
+    assert err.splitlines()[-1] == "minigpt: 1 of the texts ends at the context of 64 tokens: --overflow slide goes on"
+
+
+def test_a_warning_of_the_library_is_one_line(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Python's way is two lines, with a line of source. What shows warnings afterwards is what did before."""
+    path = tmp_path / "odd"
+    shutil.copytree(folder, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "bos_token_id": 1, "eos_token_id": 1}))
+    before = warnings.showwarning
+    code, _, err = run(*GENERATE, "a", "-n", "1", "-m", str(path), model=False)
+    assert code == 0 and err.startswith("minigpt: ") and err.count("\n") == 1 and "GPT-2's vocabulary is used" in err
+    assert warnings.showwarning is before
+
+
+# Friction
+
+
+def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([])
+    assert capsys.readouterr().out.startswith("usage: minigpt ")
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (
+            ["generate", "Once", "upon", "a", "time"],
+            "unrecognized arguments: upon a time (put a prompt of several words",
+        ),
+        (["score", "Once", "upon"], "into quotes"),
+        (["generate", "a", "--max-tokens", "5"], "--max-tokens 5: did you mean --max-new-tokens?"),
+        (["generate", "a", "--max_length=5"], "did you mean --max-new-tokens?"),
+        (["generate", "a", "--n", "3"], "did you mean --samples?"),  # it was taken for --no-repeat-ngram-size
+        (["generate", "a", "--num-return-sequences", "3"], "did you mean --samples?"),
+        (["generate", "--do-sample", "a"], "did you mean --temperature?"),
+        (["generate", "a", "--temprature", "1"], "did you mean --temperature?"),
+        (["generate", "a", "--temp", "1"], "did you mean --temperature?"),
+        (["generate", "a", "--top_k", "1"], "did you mean --top-k?"),
+        (["generate", "a", "--random-seed", "1"], "did you mean --seed?"),
+        (["generate", "a", "--ignore-eof"], "did you mean --ignore-eos?"),
+        (["score", "a b", "--strid", "1"], "did you mean --stride?"),
+    ],
+)
+def test_a_slip_is_answered_with_what_was_meant(run: Any, args: list[str], message: str) -> None:
+    code, out, err = run(*args)
+    assert (code, out) == (2, "") and message in err.splitlines()[-1]
+
+
+def test_a_file_in_utf16_is_told(run: Any, tmp_path: Path) -> None:
+    """As PowerShell writes it. It was "not UTF-8: byte 0xff at offset 0"."""
+    for data in ("Hello".encode("utf-16"), b"\xfe\xff" + "Hello".encode("utf-16-be")):
+        (tmp_path / "text").write_bytes(data)
+        for args in (["-f", str(tmp_path / "text")], ["--input", str(tmp_path / "text")]):
+            code, out, err = run(*GENERATE, *args)
+            assert (code, out, err) == (1, "", f"minigpt: error: {tmp_path}/text is UTF-16: save it as UTF-8\n")
+        assert "standard input is UTF-16" in run("tokenize", "--offline", "-", stdin=data)[2]
+
+
+def test_logprobs_are_a_table_after_the_text(run: Any, folder: Path) -> None:
+    """--logprobs needed --json."""
+    lm = minigpt.load(folder, device="cpu")
+    done = lm.generate("Hello", max_new_tokens=3, logprobs=2)
+    assert done.logprobs is not None
+
+    def shown(id: int) -> str:
+        data = lm.tokenizer.token_bytes(id)
+        return repr(data.decode()) if data.decode(errors="replace").encode() == data else repr(data)
+
+    table = ""
+    for entry in done.logprobs:
+        best = "".join(f"\t{shown(id)} {logprob:.4f}" for id, logprob in entry.top)
+        table += f"{entry.id}\t{entry.logprob:.4f}\t{shown(entry.id)}{best}\n"
+    assert run(*GENERATE, "Hello", "-n", "3", "--logprobs", "2") == (0, f"{done.text}\n\n{table}", "")
+    args = ["-n", "3", "--logprobs", "0", "--temperature", "1", "--seed", "1", "--samples", "2"]
+    out = run(*GENERATE, "Hello", *args)[1]
+    first, second = out.split("---\n")
+    assert len(first.splitlines()) == len(second.splitlines()) == 5 and out.count("\n\n") == 2
+
+
+def test_max_seconds_stops_at_the_first_token_after_it(run: Any) -> None:
+    code, out, _ = run(*GENERATE, "Hello", "-n", "60", "--json", "--max-seconds", "0")
+    record = json.loads(out)
+    assert (code, record["finish_reason"], len(record["ids"])) == (0, "time", 1)
+
+
+def test_main_leaves_the_hosts_signal_handlers_alone(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where C code installed them, Python's getsignal gives None, and putting that back was a TypeError."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("a handler was installed"))
+    assert run(*GENERATE, "a", "-n", "1")[0] == 0
+
+
+WINDOWS = """
+import json, os, sys
+import torch, tiktoken, safetensors.torch, huggingface_hub, transformers  # they have other ways of their own there
+import numpy, multiprocessing, subprocess, tempfile
+for name in ("resource", "fcntl", "termios", "tty", "pty", "pwd", "grp", "syslog", "readline"):
+    sys.modules[name] = None
+for name in ("sched_getaffinity", "getuid", "geteuid", "getgid", "fork", "forkpty", "uname", "sysconf", "statvfs",
+             "mkfifo", "killpg", "getpgid", "setsid", "nice", "pread", "pwrite", "fchmod", "getloadavg"):
+    vars(os).pop(name, None)
+from minigpt.cli.main import main
+codes = [main(command) for command in json.loads(sys.argv[1])]
+print("codes", codes)
+"""
+
+
+def test_every_command_works_without_what_only_posix_has(folder: Path, tmp_path: Path) -> None:
+    """generate --stats ended with "the installation is broken" where there is no module `resource`: on Windows."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n')
+    where = ["--offline", "-m", str(folder)]
+    job = [
+        "generate",
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--output",
+        str(tmp_path / "out.jsonl"),
+        "-n",
+        "2",
+        *where,
+    ]
+    commands = [
+        ["generate", "Hello", "-n", "3", "--stats", "--device", "cpu", *where],
+        [*job, "--stats", "--device", "cpu"],
+        [*job, "--resume"],
+        ["score", "a b", *where],
+        ["score", "--input", str(tmp_path / "texts.jsonl"), *where],
+        ["tokenize", "a b", *where],
+        ["attention", "a b", *where],
+        ["attention", "--roles", "--json", *where],
+        ["attention", "a b", "--html", str(tmp_path / "page.html"), *where],
+        ["info", *where],
+        ["parity", "--device", "cpu", *where],
+    ]
+    done = subprocess.run([sys.executable, "-c", WINDOWS, json.dumps(commands)], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == f"codes {[0] * len(commands)}", done.stderr
+    assert "peak memory" not in done.stderr and "device: cpu" in done.stderr
+
+
 # Other commands
 
 
@@ -310,6 +552,86 @@ def test_score_as_json_with_bos_ids_and_stride(run: Any, folder: Path) -> None:
 def test_score_refuses_in_one_clear_line(run: Any, args: list[str], code: int, message: str) -> None:
     got, out, err = run("score", "--offline", *args)
     assert (got, out) == (code, "") and message in err and "Traceback" not in err
+
+
+def test_score_of_a_continuation(run: Any, folder: Path) -> None:
+    lm = minigpt.load(folder, device="cpu")
+    score = lm.score(" there you", context="Hello")
+    code, out, err = run("score", "--offline", " there you", "--context", "Hello")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "15496\t-\t'Hello'" and lines[1] == f"612\t{score.logprobs[0]:.4f}\t' there'"
+    assert f"total          {score.total:.4f}" in lines
+    assert json.loads(run("score", "--offline", "x", "--context", "", "--json")[1])["ids"] == [50256, 87]
+    for more in (["--bos"], ["--stride", "8"]):
+        code, out, err = run("score", "--offline", "x", "--context", "a", *more)
+        assert (code, out) == (2, "") and "context goes with neither bos nor stride" in err
+
+
+def test_score_of_many_texts(run: Any, folder: Path, tmp_path: Path) -> None:
+    lm = minigpt.load(folder, device="cpu")
+    source = tmp_path / "texts.jsonl"
+    lines: list[Any] = [
+        {"text": " there you", "context": "Hello", "id": "first"},
+        {"text": "word " * 70},
+        {"text": "<|endoftext|> a", "special": True, "context": None},
+        {"text": "<|endoftext|> a"},
+        {"text": "a"},
+        {"text": "d e", "context": ""},
+        {"text": "Caf\u00e9 au lait", "context": "long " * 100, "id": 5},
+        {"prompt": "a"},
+        {"text": 5},
+        {"text": "a b", "context": 5},
+        {"context": "a"},
+        {"text": "a b", "id": "first"},
+        {"text": "a b", "special": "yes"},
+        {"text": "a b", "max_tokens": 3},
+    ]
+    source.write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + "plain text\n" + '{"text": "x y", "id": 99}\n'
+    )
+    code, out, err = run("score", "--offline", "--input", str(source))
+    assert code == 1 and err.splitlines()[-1] == "minigpt: error: 10 of 16 records are errors: see standard output"
+    assert PLAIN in err
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["id"] for record in records] == ["first", 2, 3, 4, 5, 6, 5, 8, 9, 10, 11, "first", 13, 14, 15, 99]
+    scored = {0: {"context": "Hello"}, 2: {"special": True}, 3: {}, 5: {"context": ""}, 6: {"context": "long " * 100}}
+    for at, options in scored.items():
+        expected = lm.score(lines[at]["text"], **options)
+        keys = ["id", "text", "context", "ids", "logprobs", "total", "mean", "perplexity", "bits_per_byte", "model"]
+        assert list(records[at]) == keys and records[at]["ids"] == expected.ids
+        assert records[at]["logprobs"] == pytest.approx(expected.logprobs, abs=1e-5)
+        assert records[at]["context"] == lines[at].get("context") and records[at]["text"] == lines[at]["text"]
+    errors = {record["line"]: record["error"] for record in records if "error" in record}
+    wanted = {
+        2: "the text has 71 tokens, but the model's context is 64",
+        5: "there is nothing to score: that takes two tokens, or one and --bos or a context",
+        8: "unknown key 'prompt': a line has text, context, id and special",
+        9: "text must be a text, not int",
+        10: "context must be a text, not int",
+        11: "a line needs a text",
+        12: "id 'first' is already that of line 1",
+        13: "special must be true or false, not 'yes'",
+        14: "unknown key 'max_tokens': a line has text",
+        15: 'not JSON: Expecting value at column 1; write it as {"text": "plain text"}',
+    }
+    assert errors.keys() == wanted.keys() and all(text in errors[line] for line, text in wanted.items())
+
+
+def test_score_of_many_texts_with_options(run: Any, folder: Path) -> None:
+    lm = minigpt.load(folder, device="cpu")
+    text = "many words, " * 60
+    data = json.dumps({"text": text}).encode() + b"\n" + b'{"text": "a"}\n{"text": "a b", "context": "c"}\n'
+    code, out, err = run("score", "--offline", "--input", "-", "--stride", "32", "--bos", stdin=data)
+    first, second, third = map(json.loads, out.splitlines())
+    assert code == 1 and first["perplexity"] == pytest.approx(lm.score(text, stride=32, bos=True).perplexity, rel=1e-5)
+    assert second["ids"] == [50256, 64] and "context goes with neither bos nor stride" in third["error"]
+    assert run("score", "--offline", "--input", "-", "--special", stdin=b'{"text": "<|endoftext|> a"}')[2] == ""
+    code, out, err = run("score", "--offline", "--input", "-")
+    assert code == 1 and 'standard input is empty: it should hold a JSON object a line, such as {"text": "Once"}' in err
+    for more in (["text"], ["--context", "a"], ["--ids"], ["-f", "x"]):
+        code, out, err = run("score", "--offline", "--input", "x", *more)
+        assert (code, out) == (2, "") and "--input FILE holds the texts" in err
 
 
 def test_info_shows_configuration_parameters_and_files(run: Any, folder: Path) -> None:
@@ -428,6 +750,17 @@ def test_nobody_reading_stderr_loses_no_work(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_nobody_reading_stderr_loses_no_record(folder: Path, tmp_path: Path) -> None:
+    """A bar that writes to a closed pipe must not end the job."""
+    (tmp_path / "in").write_text('{"prompt": "a"}\n' * 3)
+    reader, writer = os.pipe()
+    os.close(reader)
+    running = process(*GENERATE, "-m", str(folder), "--input", str(tmp_path / "in"), "-n", "2", stderr=writer)
+    os.close(writer)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 0 and len(out.splitlines()) == 3
+
+
 def test_a_full_disk_is_one_clear_line(endless: list[str]) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
@@ -476,7 +809,7 @@ def test_text_for_a_model_without_a_tokenizer_says_what_to_do(
 ) -> None:
     minigpt.save(GPT2(GPT2Config(vocab_size=10, n_embd=4, n_head=1, n_layer=1, n_positions=8)), tmp_path / "m")
     assert main([*GENERATE, "text", "-m", str(tmp_path / "m")]) == 1
-    assert "give token ids (with --ids)" in capsys.readouterr().err
+    assert "give token ids (on a command line: --ids)" in capsys.readouterr().err
     assert main([*GENERATE, "--ids", "1 2", "-n", "3", "-m", str(tmp_path / "m")]) == 0
     assert len(capsys.readouterr().out.split()) == 3
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from host import DEFAULTS, default
 from tiny import from_hf, hf_model, save_hf
 from torch import Tensor
 
@@ -88,6 +89,25 @@ def test_looking_is_independent_of_the_host(look: Callable[[GPT2, list[int]], Te
         found = look(lm.model, IDS)
     assert torch.equal(found, expected) and torch.equal(torch.get_rng_state(), random_state)
     assert found.dtype == torch.float32 and not found.requires_grad and not found.is_inference()
+
+
+@pytest.mark.parametrize("host", DEFAULTS)
+def test_the_hosts_defaults_change_nothing(folder: Path, host: str) -> None:
+    """lm.attention was bfloat16 where that is the default dtype, and failed where the default device is a GPU."""
+    lm = minigpt.load(folder, device="cpu")
+
+    def numbers() -> list[Tensor]:
+        weights, found = lm.attention(IDS), heads.lens(lm.model, IDS)
+        ablated = heads.patterns(heads.without_heads(lm.model, [(0, 1)]), IDS)
+        return [weights, ablated, *found, *heads.head_roles(weights, IDS).values(), *heads.role_targets(IDS).values()]
+
+    expected, rises, ids = numbers(), ranked(lm.model, IDS), heads.repeated_random(range(64), 32)
+    with default(host):
+        again, rises_again = numbers(), list(heads.ablation_losses(lm.model, IDS, [(0, 1), (2, 3)]))
+        assert heads.repeated_random(range(64), 32) == ids
+    assert all(a.dtype == b.dtype and a.device == b.device for a, b in zip(again, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True) if not b.isnan().any())
+    assert [one[2] for one in rises_again] == pytest.approx(rises.tolist(), abs=1e-6)
 
 
 def test_the_ranking_leaves_the_callers_settings_between_two_heads() -> None:
@@ -344,7 +364,7 @@ def test_ablation_losses_are_differences_of_scores() -> None:
     for layer, head, increase in losses:
         assert math.isclose(increase, plain - lm.score(IDS, ablate=[f"{layer}.{head}"]).mean, abs_tol=1e-9)
         assert increase != 0
-    [(_, _, more)] = heads.ablation_losses(lm.model, IDS, [(2, 1)], [(0, 0)])
+    [(_, _, more)] = heads.ablation_losses(heads.without_heads(lm.model, [(0, 0)]), IDS, [(2, 1)])
     both, one = lm.score(IDS, ablate=["0.0", "2.1"]).mean, lm.score(IDS, ablate=["0.0"]).mean
     assert math.isclose(more, one - both, abs_tol=1e-9)
 
@@ -361,7 +381,9 @@ def test_lens_equals_hidden_states_through_the_final_norm_and_head() -> None:
         logits = reference.lm_head(reference.transformer.ln_f(state[-1]))
         assert (found.logits[stage] - logits).abs().max() < 2e-5  # of up to 8; measured: 1.4e-6
     assert (found.logits[3] - out.logits[0, -1]).abs().max() < 2e-5  # measured: 1.4e-6
-    assert not torch.allclose(heads.lens(lm.model, IDS, [(1, 0)]).logits[3], found.logits[3], atol=1e-2)
+    assert not torch.allclose(
+        heads.lens(heads.without_heads(lm.model, [(1, 0)]), IDS).logits[3], found.logits[3], atol=1e-2
+    )
     assert heads.lens(lm.model, [3]).norms.shape == (4, 1)
 
 

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import re
-import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 from browser import Browser, find
+from conftest import ROOT
+from host import DEFAULTS, default
 from torch import Tensor
 
 import minigpt
-from minigpt import GPT2, GPT2Config, LanguageModel, PromptError, Tokenizer
+from minigpt import GPT2, GPT2Config, LanguageModel, MiniGPTError, PromptError, Tokenizer
 from minigpt.cli.main import main
 from minigpt.interpret import heads, page, terminal
+from minigpt.parity import published
 
 TEXT = 'The cat\n\tsat on the mat, caf\u00e9 \U0001f98a </script><b>&amp; the cat\u200b "'
 
@@ -40,9 +43,10 @@ def lm(folder: Path) -> LanguageModel:
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run `attention` in this process: (exit code, stdout, stderr)."""
+def run(folder: Path, lm: LanguageModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run `attention` in this process, on a model that is loaded once: (exit code, stdout, stderr)."""
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("minigpt.loading.load", lambda *_, **__: lm)
 
     def call(*args: str) -> tuple[int, str, str]:
         try:
@@ -69,6 +73,16 @@ def test_labels_show_tokens_exactly() -> None:
         "b'\\x8a'",
     ]
     assert terminal.label(None, 7) == "#7" and terminal.label(tokenizer, 60000) == "#60000"
+
+
+def test_records_hold_a_token_as_text_and_bytes() -> None:
+    """They were Python's spelling of a string or of bytes, which other languages do not read."""
+    tokenizer = Tokenizer.gpt2()
+    assert terminal.token_record(tokenizer, 464) == {"id": 464, "token": "The", "bytes": [84, 104, 101]}
+    half = {"id": 30325, "token": " \ufffd", "bytes": [32, 240, 159, 152]}
+    assert terminal.token_record(tokenizer, 30325) == half
+    for unknown in ((None, 7), (tokenizer, 60000)):
+        assert terminal.token_record(*unknown) == {"id": unknown[1], "token": None, "bytes": None}
 
 
 def test_pieces_are_text_and_marks_by_turns() -> None:
@@ -164,11 +178,11 @@ def test_colour_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    terminal, pipe = Terminal(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "ascii")
-    assert terminal.Screen.of(terminal).colour and terminal.Screen.of(terminal).blocks
+    screen, pipe = Terminal(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "ascii")
+    assert terminal.Screen.of(screen).colour and terminal.Screen.of(screen).blocks
     assert not terminal.Screen.of(pipe).colour and not terminal.Screen.of(pipe).blocks
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not terminal.Screen.of(terminal).colour
+    assert not terminal.Screen.of(screen).colour
 
 
 # JSON, roles, ranking, lens
@@ -181,10 +195,12 @@ def test_json_holds_every_number(run: Any, lm: LanguageModel) -> None:
     assert (code, err, len(records)) == (0, "", 12)
     for number, record in enumerate(records):
         assert (record["layer"], record["head"]) == divmod(number, 4)
-        assert record["ids"] == [464, 3797, 3332] and record["tokens"] == ["'The'", "' cat'", "' sat'"]
+        assert record["ids"] == [464, 3797, 3332]
+        assert record["tokens"] == [terminal.token_record(lm.tokenizer, id) for id in record["ids"]]
         pattern = weights[record["layer"], record["head"]]
         assert torch.equal(torch.tensor(record["weights"]), pattern)
-        assert record["top"]["position"] == int(pattern[-1].argmax())
+        at = int(pattern[-1].argmax())
+        assert record["top"] == {"position": at, **record["tokens"][at], "weight": pattern[-1, at].item()}
     assert len(run("The cat sat", "--json", "--layer", "2", "--head", "1", "1")[1].splitlines()) == 1
 
 
@@ -230,9 +246,10 @@ def test_ablation_reaches_every_view(run: Any, lm: LanguageModel, tmp_path: Path
         assert torch.allclose(torch.tensor(grid), scores[role], atol=6e-5)
     for record in records("--roles"):
         assert all(record[role] == scores[role][record["layer"], record["head"]].item() for role in scores)
-    found = heads.lens(lm.model, ids, pairs)
+    model = heads.without_heads(lm.model, pairs)
+    found = heads.lens(model, ids)
     assert [record["norms"] for record in records("--lens")] == found.norms.tolist()
-    expected = {one[:2]: one[2] for one in heads.ablation_losses(lm.model, ids, [(0, 0), (2, 3)], pairs)}
+    expected = {one[:2]: one[2] for one in heads.ablation_losses(model, ids, [(0, 0), (2, 3)])}
     rises = {(record["layer"], record["head"]): record["increase"] for record in records("--rank")}
     assert all(abs(rises[pair] - rise) < 1e-9 for pair, rise in expected.items())
     assert rises[0, 1] == rises[1, 2] == 0  # off already
@@ -267,9 +284,7 @@ def test_roles_on_a_text_and_on_random_tokens(run: Any, lm: LanguageModel) -> No
     assert run("--roles")[1] == out
 
 
-def test_ranking_is_sorted_and_shows_a_bar_on_a_terminal(
-    run: Any, lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranking_is_sorted(run: Any, lm: LanguageModel) -> None:
     code, out, err = run("The cat sat on the mat", "--rank", "--json")
     records = [json.loads(line) for line in out.splitlines()]
     assert (code, err, len(records)) == (0, "", 12)
@@ -280,9 +295,8 @@ def test_ranking_is_sorted_and_shows_a_bar_on_a_terminal(
         name = f"{record['layer']}.{record['head']}"
         without = lm.score("The cat sat on the mat", ablate=[name]).mean
         assert abs(record["increase"] - (plain - without)) < 1e-9
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     code, out, err = run("The cat sat on the mat", "--rank", "--layer", "1")
-    assert (code, len(out.splitlines())) == (0, 5) and "] 4/4 heads" in err and err.endswith("\r")
+    assert (code, err, len(out.splitlines())) == (0, "", 5)
 
 
 def test_lens(run: Any, lm: LanguageModel) -> None:
@@ -293,7 +307,8 @@ def test_lens(run: Any, lm: LanguageModel) -> None:
     assert [record["stage"] for record in records] == ["embeddings", "block 0", "block 1", "block 2"]
     for stage, record in enumerate(records):
         assert torch.equal(torch.tensor(record["norms"]), found.norms[stage])
-        assert record["top"][0]["id"] == int(found.logits[stage].argmax())
+        best = int(found.logits[stage].argmax())
+        assert terminal.token_record(lm.tokenizer, best).items() <= record["top"][0].items()
         assert abs(record["top"][0]["probability"] - found.logits[stage].softmax(-1).max().item()) < 1e-6
     assert json.loads(out.splitlines()[-1])["top"][0]["id"] == lm.generate("The cat sat", max_new_tokens=1).ids[0]
     code, out, err = run("The cat sat", "--lens")
@@ -310,6 +325,29 @@ def test_ablate_reaches_generate(folder: Path, lm: LanguageModel, capsys: pytest
     assert capsys.readouterr().out == expected + "\n"
     assert main([*base, "--json", "--ablate", *heads]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == expected
+
+
+@pytest.mark.parametrize("host", DEFAULTS)
+def test_the_hosts_defaults_change_no_view(lm: LanguageModel, host: str) -> None:
+    def views() -> list[Any]:
+        ids, pairs = lm.encode("a cat, a dog, a cat"), [(0, 1), (2, 3)]
+        weights, tokenizer, screen = lm.attention(ids), lm.tokenizer, terminal.Screen()
+        labels, roles = [terminal.label(tokenizer, id) for id in ids], heads.head_roles(weights, ids)
+        found = heads.lens(lm.model, ids)
+        return [
+            *terminal.layer_lines(weights, labels, 1, screen),
+            *terminal.head_lines(weights, labels, 1, 2, screen),
+            *terminal.head_records(weights, ids, tokenizer, pairs),
+            *terminal.role_records(roles, pairs),
+            *terminal.role_lines(roles, pairs, "this text"),
+            *terminal.lens_records(found, tokenizer),
+            *terminal.lens_lines(found, tokenizer),
+            page.page(weights, ids, tokenizer, roles=[("this text", roles)]),
+        ]
+
+    expected = views()
+    with default(host):
+        assert views() == expected
 
 
 # Bad input
@@ -367,6 +405,33 @@ def test_a_page_that_would_pass_the_limit_is_refused(run: Any, monkeypatch: pyte
 
 
 # The page
+
+
+def test_data_is_read_from_a_zip_and_its_absence_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path beside the module's own file is none there."""
+
+    def use(name: str) -> Any:
+        with zipfile.ZipFile(tmp_path / "minigpt.zip", "w") as archive:
+            archive.write(ROOT / "minigpt" / "data" / name, f"minigpt/data/{name}")
+        return lambda package: zipfile.Path(tmp_path / "minigpt.zip", f"{package}/")
+
+    def empty() -> str:
+        return page.page(torch.eye(2).expand(1, 1, 2, 2), [0, 1], None)
+
+    known = empty(), published.read()
+    sentence = r"^this installation of minigpt lacks data/{}: install minigpt again$"
+    monkeypatch.setattr(page, "files", use("attention.html"))
+    assert empty() == known[0]
+    with pytest.raises(MiniGPTError, match=sentence.format("published.json")):
+        published.read()
+    monkeypatch.setattr(page, "files", use("published.json"))
+    assert published.read() == known[1]
+    for place in (page.files, lambda package: tmp_path / "minigpt.zip", lambda package: tmp_path):
+        monkeypatch.setattr(page, "files", place)  # in a zip, below a file, in a folder
+        with pytest.raises(MiniGPTError, match=sentence.format("attention.html")):
+            empty()
 
 
 def page_data(html: str) -> Any:
@@ -427,6 +492,7 @@ def page_weights(browser: Browser, shape: Any) -> Tensor:
     return torch.tensor(browser.js(script))
 
 
+@pytest.mark.slow
 def test_browser_values_equal_the_tensor(browser: Browser, shown: tuple[Path, Tensor]) -> None:
     path, weights = shown
     browser.open(path)
@@ -439,6 +505,7 @@ def test_browser_values_equal_the_tensor(browser: Browser, shown: tuple[Path, Te
     assert browser.errors == [] and browser.requests == [path.as_uri()]
 
 
+@pytest.mark.slow
 def test_browser_tabs_and_layers(browser: Browser, shown: tuple[Path, Tensor]) -> None:
     path, weights = shown
     browser.open(path)
@@ -461,6 +528,7 @@ def test_browser_tabs_and_layers(browser: Browser, shown: tuple[Path, Tensor]) -
     assert browser.text("#title") == "Layer 1, head 2" and browser.errors == []
 
 
+@pytest.mark.slow
 def test_browser_hover_and_keys_show_a_row(browser: Browser, shown: tuple[Path, Tensor]) -> None:
     path, weights = shown
     browser.open(path, "#layer=1&head=1")
@@ -488,6 +556,7 @@ def test_browser_hover_and_keys_show_a_row(browser: Browser, shown: tuple[Path, 
     assert browser.errors == []
 
 
+@pytest.mark.slow
 def test_browser_shows_tokens_exactly(browser: Browser, shown: tuple[Path, Tensor], lm: LanguageModel) -> None:
     path, _ = shown
     browser.open(path)
@@ -497,6 +566,7 @@ def test_browser_shows_tokens_exactly(browser: Browser, shown: tuple[Path, Tenso
     assert browser.js("document.querySelectorAll('b').length") == 0 and browser.errors == []
 
 
+@pytest.mark.slow
 def test_browser_takes_no_token_for_markup(browser: Browser, tmp_path: Path) -> None:
     class Hostile(Tokenizer):
         def __init__(self) -> None:
@@ -522,6 +592,7 @@ def test_browser_takes_no_token_for_markup(browser: Browser, tmp_path: Path) -> 
     assert browser.js("document.querySelector('#text .token').textContent").startswith("<img␣src=x")
 
 
+@pytest.mark.slow
 def test_browser_all_heads_and_roles(browser: Browser, shown: tuple[Path, Tensor]) -> None:
     path, weights = shown
     browser.open(path, "#layer=2&head=all")
@@ -551,6 +622,7 @@ def pixel(browser: Browser, position: tuple[int, int]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_browser_colours_rows_down_and_columns_across(browser: Browser, tmp_path: Path) -> None:
     """Weights of 0 and 1, whose colours are known, in a pattern that is not its own mirror image."""
     light, deep, empty = [0xF4, 0xF1, 0xEC, 255], [0x2E, 0x0F, 0x3F, 255], [0, 0, 0, 0]
@@ -564,6 +636,7 @@ def test_browser_colours_rows_down_and_columns_across(browser: Browser, tmp_path
             assert pixel(browser, (row, column)) == expected, (row, column)
 
 
+@pytest.mark.slow
 def test_browser_page_of_one_head(browser: Browser, run: Any, lm: LanguageModel, tmp_path: Path) -> None:
     """Layers and heads keep their numbers, and their role scores, where others are left out."""
     text, path = "a cat, a dog, a cat", tmp_path / "page.html"
@@ -580,6 +653,7 @@ def test_browser_page_of_one_head(browser: Browser, run: Any, lm: LanguageModel,
     assert abs(bars(browser)[0][1] - weights[1, 2, -1].max().item()) < 6e-5 and browser.errors == []
 
 
+@pytest.mark.slow
 def test_browser_home_and_end(browser: Browser, shown: tuple[Path, Tensor]) -> None:
     path, weights = shown
     browser.open(path, "#layer=1&head=1")
@@ -596,6 +670,7 @@ def test_browser_home_and_end(browser: Browser, shown: tuple[Path, Tensor]) -> N
     assert browser.js("[state.tab, document.activeElement.textContent]") == ["roles", "roles"]
 
 
+@pytest.mark.slow
 def test_browser_adds_up_the_rest_of_a_long_row(browser: Browser, tmp_path: Path) -> None:
     weights = torch.arange(1.0, 21).expand(1, 1, 20, 20).tril()  # the last row: 1 to 20, of 210 in all
     path = tmp_path / "page.html"
@@ -607,6 +682,7 @@ def test_browser_adds_up_the_rest_of_a_long_row(browser: Browser, tmp_path: Path
     assert len(bars(browser)) == 14 and bars(browser)[13] == ("#0", round(1 / 105, 4))
 
 
+@pytest.mark.slow
 def test_browser_keeps_the_row_that_was_clicked(browser: Browser, shown: tuple[Path, Tensor]) -> None:
     path, _ = shown
     browser.open(path, "#layer=1&head=1")
@@ -621,6 +697,7 @@ def test_browser_keeps_the_row_that_was_clicked(browser: Browser, shown: tuple[P
     assert "(position 8)" in browser.text("#reads") and browser.js("state.kept") == 8
 
 
+@pytest.mark.slow
 def test_browser_keyboard_reaches_everything(browser: Browser, shown: tuple[Path, Tensor]) -> None:
     """The focus goes to the heat map where a head is opened, and stays in its place where the view is drawn anew."""
     path, weights = shown
@@ -654,6 +731,7 @@ def test_browser_keyboard_reaches_everything(browser: Browser, shown: tuple[Path
     assert browser.text("#title") == "Layer 2, head 3" and browser.errors == []
 
 
+@pytest.mark.slow
 def test_browser_role_maps_of_twelve_heads_stand_side_by_side(browser: Browser, tmp_path: Path) -> None:
     weights = torch.rand(12, 12, 6, 6).tril()
     weights /= weights.sum(-1, keepdim=True)
@@ -669,6 +747,7 @@ def test_browser_role_maps_of_twelve_heads_stand_side_by_side(browser: Browser, 
         browser.screenshot(tmp_path / f"{number}.png")
 
 
+@pytest.mark.slow
 def test_browser_light_and_dark(browser: Browser, shown: tuple[Path, Tensor], tmp_path: Path) -> None:
     path, _ = shown
     background = "getComputedStyle(document.body).backgroundColor"
@@ -687,6 +766,7 @@ def test_browser_light_and_dark(browser: Browser, shown: tuple[Path, Tensor], tm
     assert (tmp_path / "page.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "width", "smallest"), [(60, 1280, 11), (256, 1280, 3), (256, 500, 3)])
 def test_browser_long_texts_stay_usable(
     browser: Browser, lm: LanguageModel, tmp_path: Path, tokens: int, width: int, smallest: int

@@ -95,15 +95,6 @@ def test_the_mask_is_a_buffer_but_not_in_the_state_dict() -> None:
     assert "mask" not in module.state_dict()
 
 
-@torch.no_grad()
-def test_ablating_a_head_is_zeroing_its_rows_of_w_o() -> None:
-    module, x = attention(), torch.randn(2, 5, 24)
-    ablated = module(x, ablate=[0, 2])
-    module.c_proj.weight[:, 0:8] = 0
-    module.c_proj.weight[:, 16:24] = 0
-    assert (ablated - module(x)).abs().max() < 1e-6
-
-
 def test_an_embed_dim_that_no_head_count_divides_is_refused() -> None:
     with pytest.raises(ValueError, match=r"embed_dim \(10\) must be a multiple of n_head \(3\)"):
         MultiHeadAttention(10, 3)
@@ -256,7 +247,7 @@ def test_rows_of_different_lengths_give_what_each_gives_alone(dtype: torch.dtype
     lengths = [1, 20, 7]
     for row, length in enumerate(lengths):
         model(ids[row : row + 1, :length], cache.row(row))
-    cache.lengths = list(lengths)
+    assert cache.lengths == lengths
     for n_new in (1, 3):
         new = torch.stack([ids[row, at : at + n_new] for row, at in enumerate(cache.lengths)])
         starts = list(cache.lengths)
@@ -289,6 +280,49 @@ def test_last_only_projects_the_last_position_alone() -> None:
     last = model(ids, last_only=True)
     assert last.shape == (2, 1, 64)
     assert (last - model(ids)[:, -1:]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        (torch.tensor([1, 2]), r"a tensor \[B,T\] of int64 or int32, not \[2\] of torch.int64"),
+        (torch.zeros(1, 2, 3, dtype=torch.long), r"not \[1, 2, 3\] of torch.int64"),
+        (torch.zeros(1, 2), r"not \[1, 2\] of torch.float32"),
+        (torch.zeros(1, 2, dtype=torch.uint8), r"not \[1, 2\] of torch.uint8"),
+        ([[1, 2]], "not list"),
+        (torch.tensor([[64]]), "token ids go from 0 to 63"),
+        (torch.tensor([[3, -1]]), "token ids go from 0 to 63"),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_ids_that_are_none_are_one_sentence(ids: object, problem: str) -> None:
+    """They were a ValueError of unpacking, a RuntimeError of embedding, and an IndexError."""
+    cache = KVCache(config())
+    for call in (GPT2(config()), lambda ids: GPT2(config())(ids, cache)):
+        with pytest.raises(PromptError, match=problem):
+            call(ids)
+    assert cache.lengths == [0]
+
+
+@torch.no_grad()
+def test_int32_ids_are_ids() -> None:
+    model = GPT2(config()).eval()
+    assert torch.equal(model(torch.tensor([[3, 4]], dtype=torch.int32)), model(torch.tensor([[3, 4]])))
+
+
+@torch.no_grad()
+def test_the_mask_is_looked_up_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of L blocks copied the lengths of ragged rows to the device, and gathered the mask anew."""
+    model, cache = GPT2(config()).eval(), KVCache(config(), 2)
+    model(torch.tensor([[3]]), cache.row(0))
+    made = []
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, **more: made.append(args) or tensor(*args, **more))
+    ids = tensor([[1, 2], [3, 4]])
+    seen = {id(cache.visible(block.attn.mask, 2)) for block in model.h}
+    model(ids, cache)
+    assert len(seen) == 1 and len(made) == 1
 
 
 @torch.no_grad()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -15,7 +19,7 @@ from torch import Tensor
 
 import minigpt
 from minigpt import CheckpointError
-from minigpt.network import linear, products
+from minigpt.network import products
 from minigpt.network.linear import Embedding, Linear
 from minigpt.network.products import Packed, Product, Unpacked, works
 
@@ -241,7 +245,7 @@ def test_a_torch_without_the_operators(folder: Path, dtype: str, monkeypatch: py
         monkeypatch.setattr(products.PlainInt8, "levels", products.Int8Narrow.levels)
     monkeypatch.setattr(products, "works", lambda product: product.__name__.startswith("Plain"))
     lm = minigpt.load(folder, dtype=dtype)
-    assert "PyTorch" in linear.describe(lm.model.output)
+    assert "PyTorch" in products.format_name(lm.model.output)
     torch.testing.assert_close(lm.model(ids), wanted, rtol=0.0, atol=0.02 if dtype == "int8" else 1e-4)
     assert isinstance(lm.model.output.packed.of(lm.model.output.weight), products.FORMATS[lm.dtype][-1])
 
@@ -250,6 +254,74 @@ def test_layers_without_a_checkpoint_need_no_copy() -> None:
     layer, embedding, x = Linear(24, 7).requires_grad_(False), Embedding(9, 24).requires_grad_(False), random(3, 24)
     assert torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias), atol=1e-5)
     assert torch.allclose(embedding.logits(x[0]), embedding.weight @ x[0], atol=1e-5)
-    assert linear.describe(layer) == products.chosen(products.IN_PLACE).name
+    assert products.format_name(layer) == products.chosen(products.IN_PLACE).name
     layer.packed = Packed(torch.float16)
     assert relative(layer(x), F.linear(x, layer.weight, layer.bias)) < 5e-4
+
+
+def test_a_product_can_be_shared_and_another_weight_takes_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a model that differs in one matrix packs only this one."""
+    model = minigpt.load(folder, dtype="int8").model
+    ids, layer = torch.tensor([[1, 2, 3]]), model.h[1].attn.c_proj
+    logits, packs = model(ids), []
+    pack = Packed._pack
+    monkeypatch.setattr(Packed, "_pack", lambda self, weight: packs.append(weight) or pack(self, weight))
+    other = copy.copy(layer)  # shares the dict of parameters until it has its own
+    other._parameters = dict(layer._parameters)
+    assert other.packed is layer.packed and torch.equal(other(random(2, 24)), layer(random(2, 24))) and not packs
+    other.weight, other.packed = torch.nn.Parameter(layer.weight * 2, requires_grad=False), copy.copy(layer.packed)
+    assert relative(other(random(2, 24)) - layer.bias, 2 * (layer(random(2, 24)) - layer.bias)) < 1e-5
+    assert torch.equal(model(ids), logits) and len(packs) == 1 and other.packed.dtype == torch.int8
+
+
+FRESH = """
+import threading, warnings
+import minigpt, torch
+minigpt.GPT2, {before}
+filters = list(warnings.filters)
+lm = minigpt.load({folder!r}, dtype="int8")
+work = lambda: [lm.model.h[0].mlp.c_fc.packed.forget() or lm.generate([1, 2], max_new_tokens=3) for _ in range(20)]
+threads = [threading.Thread(target=work) for _ in range(2)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert warnings.filters == filters, warnings.filters
+"""
+
+
+@pytest.mark.parametrize("before", ["", "torch.set_default_device('meta')"])
+def test_int8_warns_of_nothing_and_leaves_the_filters_alone(folder: Path, before: str) -> None:
+    """Two threads changed the filters and put them back by turns: ('ignore', None, Warning, None, 0) stayed."""
+    code = FRESH.format(folder=str(folder), before=before)
+    done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "quantize" not in done.stderr, done.stderr
+
+
+def test_no_module_of_the_network_touches_the_filters() -> None:
+    for module in Path(products.__file__).parent.glob("*.py"):
+        assert "catch_warnings" not in module.read_text("utf-8")
+
+
+@pytest.fixture
+def host_defaults() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_the_hosts_default_dtype_and_device_change_nothing(folder: Path, dtype: str, request: Any) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    model = minigpt.load(folder, dtype=dtype, device="cpu").model
+    wanted = model(ids), minigpt.load(folder, dtype=dtype, device="cpu").generate([1, 2], max_new_tokens=5).ids
+    request.getfixturevalue("host_defaults")
+    products.works.cache_clear()
+    lm = minigpt.load(folder, dtype=dtype, device="cpu")
+    found = lm.model(ids)
+    assert found.dtype == torch.float32 and found.is_cpu and torch.equal(found, wanted[0])
+    assert lm.generate([1, 2], max_new_tokens=5).ids == wanted[1]
+    cache = minigpt.KVCache(lm.config)
+    assert cache.keys.is_cpu and cache.keys.dtype == torch.float32
+    assert torch.equal(lm.model(ids, cache), wanted[0])

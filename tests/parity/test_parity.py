@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from host import DEFAULTS, default
 from tiny import from_hf, hf_model, save_hf
 from transformers import GPT2LMHeadModel
 
@@ -165,7 +166,8 @@ def test_tokenizer_vectors_can_fail_and_are_skipped_for_other_vocabularies() -> 
 
 @pytest.fixture(scope="module")
 def official(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Entry]:
-    model = hf_model(vocab_size=50257, n_positions=192, n_embd=48, n_layer=12, n_head=12, eos_token_id=50256)
+    ends = {"bos_token_id": 50256, "eos_token_id": 50256}
+    model = hf_model(vocab_size=50257, n_positions=192, n_embd=48, n_layer=12, n_head=12, **ends)
     model.set_attn_implementation("eager")
     folder = save_hf(model, tmp_path_factory.mktemp("official"))
     sha = checkpoint.describe(folder)["files"][0]["sha256"]
@@ -365,6 +367,7 @@ def test_the_command_on_an_official_model(
     assert "official openai-community/gpt2" in out and f"51 of {51} texts" in out and err == ""
     assert " 0 failed, 0 skipped" in out and "hf-the-dog" in out
     data["checks"] = [{**data["checks"][-1], "values": [0.0, 9.0], "id": "wrong"}]
+    monkeypatch.setattr(run, "load_reference", lambda *args: Check("transformers", "all", None))
     assert main(["parity", "-m", str(official[0]), "--offline", "--device", "cpu"]) == 1
     out, err = capsys.readouterr()
     assert "FAIL  wrong" in out and err.startswith("minigpt: error: parity fails for") and "wrong" in err
@@ -503,6 +506,30 @@ def test_a_good_model_passes_and_wrong_ids_fail(folder: Path, monkeypatch: pytes
     wrong = [check for check in against.compare(lm, reference, prompts) if check.name.startswith(("greedy", "sampled"))]
     assert all(check.passed is False and "first differs at token 3" in check.detail for check in wrong)
     assert all("top-2 margin" in check.detail for check in wrong)
+
+
+@pytest.mark.parametrize("host", DEFAULTS)
+def test_the_hosts_defaults_change_no_check(official: tuple[Path, Entry], folder: Path, host: str) -> None:
+    """Prompts were drawn by a generator of the CPU for the host's default device, figures kept in its default dtype."""
+
+    lm, small = minigpt.load(official[0], device="cpu"), minigpt.load(folder, device="cpu")
+    one_each = list({entry["kind"]: entry for entry in official[1]["checks"]}.values())
+
+    def checks() -> list[Check]:
+        reference = against.load_reference(folder, small)
+        prompts = {name: ids[:9] for name, ids in against.choose_prompts(small).items()}
+        return [*check_published(lm, one_each), *against.compare(small, reference, prompts)]
+
+    expected = checks()
+    assert all(check.passed for check in expected)
+    with default(host):
+        assert checks() == expected
+
+
+def test_the_callers_settings_hold_between_two_checks(folder: Path) -> None:
+    lm = minigpt.load(folder, device="cpu")
+    for _ in against.compare(lm, against.load_reference(folder, lm), {"three": [3, 4, 5]}):
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def test_a_small_trained_model_passes(golden: Path) -> None:

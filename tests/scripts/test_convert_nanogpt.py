@@ -26,7 +26,12 @@ def state(bias: bool, **changes: int) -> dict[str, torch.Tensor]:
         here = f"transformer.h.{layer}."
         for norm in ("ln_1", "ln_2"):
             shapes |= {f"{here}{norm}.weight": (E,), f"{here}{norm}.bias": (E,)}
-        for name, out, inner in (("attn.c_attn", 48, E), ("attn.c_proj", E, E), ("mlp.c_fc", 64, E), ("mlp.c_proj", E, 64)):
+        for name, out, inner in (
+            ("attn.c_attn", 48, E),
+            ("attn.c_proj", E, E),
+            ("mlp.c_fc", 64, E),
+            ("mlp.c_proj", E, 64),
+        ):
             shapes |= {f"{here}{name}.weight": (out, inner), f"{here}{name}.bias": (out,)}
     shapes |= {"transformer.wte.weight": ({**ARGS, **changes}["vocab_size"], E), "transformer.wpe.weight": (8, E)}
     shapes |= {"transformer.ln_f.weight": (E,), "transformer.ln_f.bias": (E,)}
@@ -84,7 +89,9 @@ def test_the_same_logits(tmp_path: Path, bias: bool, compiled: bool) -> None:
 
 
 def test_a_padded_vocabulary_stays_and_has_gpt2s_tokens(tmp_path: Path) -> None:
-    torch.save({"model": state(True, vocab_size=50304), "model_args": {**ARGS, "vocab_size": 50304}}, tmp_path / "ckpt.pt")
+    torch.save(
+        {"model": state(True, vocab_size=50304), "model_args": {**ARGS, "vocab_size": 50304}}, tmp_path / "ckpt.pt"
+    )
     assert convert(tmp_path / "ckpt.pt", tmp_path / "new").returncode == 0
     lm = minigpt.load(tmp_path / "new", device="cpu")
     assert lm.config.vocab_size == 50304 and lm.tokenizer.encode("hello world") == [31373, 995]

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import tiny
-from test_tokenizer import AB, END, PAIR, added, pipeline, small, write
 from transformers import AutoTokenizer
+from vocabularies import AB, END, PAIR, added, pipeline, small, write
 
 import minigpt
 from minigpt.errors import TokenizerError
@@ -59,7 +59,9 @@ def refused(folder: Path, match: str) -> str:
 def test_files_of_another_tokenizer(tmp_path: Path, name: str) -> None:
     """It took GPT-2's vocabulary: "Hello" became [15496] in a model that has another word there."""
     (model(tmp_path, vocab_size=51200) / name).write_bytes(b"\x00\xff")
-    assert str(tmp_path / name) in refused(tmp_path, "another kind of tokenizer, which is not supported: give token ids")
+    assert str(tmp_path / name) in refused(
+        tmp_path, "another kind of tokenizer, which is not supported: give token ids"
+    )
 
 
 def test_openais_older_names(tmp_path: Path) -> None:
@@ -239,7 +241,9 @@ def test_from_a_zip_and_without_data(tmp_path: Path) -> None:
     code = "import minigpt; lm = minigpt.load('demo', device='cpu'); print(lm.generate('Once', max_new_tokens=3).text)"
     assert run(tmp_path / "whole.zip", code) == run(ROOT, code) != ""
     code = "import minigpt; minigpt.Tokenizer.gpt2()"
-    assert "MiniGPTError: this installation of minigpt lacks data/gpt2.tokens.z: install" in run(tmp_path / "bare.zip", code)
+    assert "MiniGPTError: this installation of minigpt lacks data/gpt2.tokens.z: install" in run(
+        tmp_path / "bare.zip", code
+    )
     code = "import minigpt; minigpt.load('demo', device='cpu')"
     assert "ModelNotFoundError: the demo model is not part of this installation" in run(tmp_path / "bare.zip", code)
 

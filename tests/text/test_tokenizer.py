@@ -17,6 +17,7 @@ import pytest
 from fuzzing import SPECIAL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vocabularies import AB, END, PAIR, added, pipeline, small, write
 
 from minigpt.errors import PromptError, TokenizerError
 from minigpt.text import tokenizer as tokenizer_module
@@ -24,7 +25,6 @@ from minigpt.text import vocabulary
 from minigpt.text.stream import TextStream
 from minigpt.text.tokenizer import Tokenizer
 
-END = "<|endoftext|>"
 VOCAB_SHA = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
@@ -88,34 +88,6 @@ def official(tmp_path_factory: pytest.TempPathFactory, gpt2: Tokenizer) -> Path:
 @pytest.fixture(scope="module")
 def hugging_face(official: Path) -> Any:
     return pytest.importorskip("transformers").GPT2Tokenizer.from_pretrained(official)
-
-
-def write(folder: Path, **files: Any) -> Path:
-    """A folder of the files given: vocab_json={...} is vocab.json. Text is written as it is, other values as JSON."""
-    for name, content in files.items():
-        text = content if isinstance(content, str) else json.dumps(content)
-        (folder / re.sub("_(json|txt)$", r".\1", name)).write_text(text, encoding="utf-8", newline="")
-    return folder
-
-
-def small(merges: list[str], extra: dict[str, int] | None = None, bytes_: str = "abcd<>|Ġ") -> dict[str, int]:
-    """A vocabulary of a few bytes, what the merges make, and other tokens."""
-    tokens = dict.fromkeys([*bytes_, *(merge.replace(" ", "") for merge in merges)])
-    return {token: id for id, token in enumerate(tokens)} | (extra or {})
-
-
-def pipeline(vocab: dict[str, int], merges: list[str], added: list[dict[str, Any]] | None = None, **parts: Any) -> Any:
-    """A tokenizer.json."""
-    model = {"type": "BPE", "vocab": vocab, "merges": merges} | parts.pop("model", {})
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    data = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added or [], "normalizer": None}
-    data |= {"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
-    return data | parts
-
-
-def added(id: int, content: str, special: bool = False, **flags: Any) -> dict[str, Any]:
-    flags = dict.fromkeys(["single_word", "lstrip", "rstrip"], False) | {"normalized": not special} | flags
-    return {"id": id, "content": content, "special": special, **flags}
 
 
 # --- GPT-2's vocabulary
@@ -424,8 +396,6 @@ def test_a_fine_tune_may_add_a_padding_token_that_the_model_has_no_row_for(tmp_p
     assert tokenizer is not None and tokenizer.encode("ab[PAD]") == [8, 10]  # the model then refuses id 10
 
 
-AB = small(["a b", "ab c"])
-PAIR: dict[str, Any] = {"vocab_json": AB, "merges_txt": "#version: 0.2\na b\nab c\n"}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False}
 
 
