@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from minigpt.checks import integer, short_repr
 from minigpt.decoding import prompts as given
 from minigpt.decoding.batch import in_order
+from minigpt.decoding.cuda_graph import Graphs, graphs_of
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.prompts import Task, Text, is_one_prompt, listed
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
@@ -103,6 +104,11 @@ class LanguageModel:
         """The format of the weights in matrix products."""
         packed = self.model.output.packed
         return packed.dtype if packed else self.model.wte.weight.dtype
+
+    @property
+    def graphs(self) -> Graphs:
+        """The CUDA graphs kept for the next call."""
+        return graphs_of(self.model)
 
     def encode(self, text: Text, *, special: bool = False) -> list[int]:
         """The token ids of a text, or of a list, 1-D tensor or array of ids, each in the vocabulary.
@@ -285,8 +291,9 @@ class LanguageModel:
         self._without.clear()
 
     def release(self) -> None:
-        """Give back the memory that is only kept for speed: the last ablated models."""
+        """Give back the memory that is only kept for speed: the last ablated models, CUDA graphs not in use."""
         self._without.clear()
+        self.graphs.release()
 
 
 def _completed(result: Completion | Failure) -> Completion:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import operator
 import threading
 import weakref
@@ -28,7 +29,7 @@ aten = torch.ops.aten
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "multinomial"}
 CAST = {Tensor.__float__: float, Tensor.__int__: int, Tensor.__bool__: bool, Tensor.__index__: int}
 RealGenerator = torch.Generator
-DEFAULT: Any = mock.sentinel.default_stream
+DEFAULT: Any = mock.MagicMock(name="the default stream")
 here = threading.local()  # capture, stream, device: of each thread
 
 
@@ -44,7 +45,12 @@ class Simulated(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor, device: Any, memory: Memory | None = None) -> Any:
         made: Any = Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), dtype=inner.dtype, device=device, requires_grad=False
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=device,
+            storage_offset=inner.storage_offset(),
         )
         made.inner, made.memory = inner, memory or Memory()
         return made
@@ -107,12 +113,18 @@ def refuse(what: str) -> None:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
 
 
+@functools.cache
+def composite(func: Any) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    kept = ("scaled_dot_product_attention", "dropout", "_to_copy")
+    return has(func.name(), "CompositeImplicitAutograd") and func._schema.name.split("::")[1] not in kept
+
+
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operator of aten."""
     with torch.inference_mode(False), torch.no_grad():
         name = func._schema.name.split("::")[1]
-        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        if composite and name not in ("scaled_dot_product_attention", "dropout", "_to_copy"):
+        if composite(func):
             with Operators():
                 done = func.decompose(*args, **kwargs)
             if done is not NotImplemented:
@@ -347,6 +359,9 @@ class Stream:
 
     def wait_stream(self, other: Any) -> None:
         self.waited.append(other)
+
+    def synchronize(self) -> None:
+        cuda.wait("stream")
 
 
 class Event:

@@ -25,6 +25,9 @@ class TokenLogprob:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
+Drawn = tuple[int, TokenLogprob | None]
+
+
 @dataclass(frozen=True)
 class Step:
     """One drawn token. `text` is ready to be shown: whole characters, and nothing that may begin a stop string.
@@ -121,7 +124,7 @@ class Sequence:
         self.seed = params.seed
         if params.temperature > 0:
             self.seed = fresh_seed() if params.seed is None else (params.seed + sample) % 2**64
-        self._generator: torch.Generator | None = None
+        self.generator: torch.Generator | None = None
 
     @property
     def over(self) -> bool:
@@ -139,8 +142,8 @@ class Sequence:
         size = self.limits.n_positions
         return self.history if len(self.history) <= size else self.history[-max(size // 2, 1) :]
 
-    def accept(self, logits: Tensor) -> Step | None:
-        """Draw a token from the logits [V]. None if that fails: this sequence ends, with `error` set, and only this."""
+    def accept(self, logits: Tensor | Drawn) -> Step | None:
+        """Take a token, or draw it from logits [V]. None if that fails: this sequence ends, with an `error`."""
         try:
             return self._draw(logits)
         except MiniGPTError as error:
@@ -148,16 +151,9 @@ class Sequence:
             return None
 
     @torch.inference_mode()
-    def _draw(self, logits: Tensor) -> Step:
-        """Draw a token from the logits [V]; work out the text that it shows, and whether it is the last."""
-        params, barred = self.params, self.limits.undecodable_ids
-        scores = process(logits, self.history, len(self.steps), params, self.end_ids, barred)
-        if params.temperature > 0 and self._generator is None:
-            self._generator = torch.Generator(logits.device).manual_seed(self.seed or 0)
-        id = draw(scores, params, self._generator)
-        logprob = None
-        if params.logprobs is not None:
-            logprob = TokenLogprob(id, *best_log_probabilities(logits, id, params.logprobs, barred))
+    def _draw(self, logits: Tensor | Drawn) -> Step:
+        """Work out the text that the token shows, and whether it is the last."""
+        id, logprob = self._choose(logits) if isinstance(logits, Tensor) else logits
         self.history.append(id)
         ended = id in self.end_ids
         shown = "" if ended or self._text is None else self._stop.push(self._text.push(id))
@@ -169,6 +165,16 @@ class Sequence:
         step = Step(shown, id, logprob, self.finish_reason)
         self.steps.append(step)
         return step
+
+    def _choose(self, logits: Tensor) -> Drawn:
+        params, barred = self.params, self.limits.undecodable_ids
+        scores = process(logits, self.history, len(self.steps), params, self.end_ids, barred)
+        if params.temperature > 0 and self.generator is None:
+            self.generator = torch.Generator(logits.device).manual_seed(self.seed or 0)
+        id = draw(scores, params, self.generator)
+        if params.logprobs is None:
+            return id, None
+        return id, TokenLogprob(id, *best_log_probabilities(logits, id, params.logprobs, barred))
 
     def _reason(self, ended: bool) -> str | None:
         """Why the token just drawn is the last, the first reason that holds; None if it is not the last."""

@@ -49,9 +49,12 @@ def attention_weights(
 ) -> Tensor:
     """softmax(Q K^T * scale + mask), [B,H,T,S]: each row sums to 1 (until dropout, in training)."""
     keys = k.transpose(-2, -1)  # (B, H, S, D) -> (B, H, D, S)
-    scores = (q.float() @ keys.float() if upcast else q @ keys) * scale  # (B, H, T, S)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))
+    scores = q.float() @ keys.float() if upcast else q @ keys  # (B, H, T, S)
+    if visible is not None and visible.is_floating_point():  # 0 or -inf, as CUDA graphs have it: one kernel for three
+        scores = torch.add(visible, scores, alpha=scale)
+    else:
+        scores = scores * scale
+        scores = scores if visible is None else scores.masked_fill(~visible, float("-inf"))
     weights = F.softmax(scores, dim=-1).to(q.dtype)
     return F.dropout(weights, dropout) if dropout else weights
 
@@ -61,12 +64,19 @@ def attend(
 ) -> Tensor:
     """softmax(Q K^T * scale + mask) V, [B,H,T,D], mostly by PyTorch's fused attention, which never holds the weights.
 
-    It takes the scores in the dtype of q and k; for one query on a CPU, the formula is faster, up to 1.4 times.
+    It takes the scores in the dtype of q and k; for one query on a CPU, the formula is faster, up to 1.4 times. On
+    CUDA, cuDNN plans for every new shape, 0.1 s and more each: it meets multiples of 64, the padding hidden.
     """
-    if (q.shape[2] == 1 and q.is_cpu) or (upcast and q.dtype != torch.float32):
+    T = q.shape[2]
+    if T == 1 or (upcast and q.dtype != torch.float32):
         return attention_weights(q, k, visible, scale, dropout, upcast) @ v  # (B, H, T, S) @ (B, H, S, D)
     # is_causal aligns its triangle at the top left, which is right only where no token came before.
     square = visible is not None and visible.dim() == 2 and q.shape == k.shape
+    if q.is_cuda and not square:
+        return attention_weights(q, k, visible, scale, dropout) @ v
+    if q.is_cuda:
+        q, k, v = (F.pad(x, (0, 0, 0, -T % 64)) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale)[:, :, :T]
     return F.scaled_dot_product_attention(q, k, v, None if square else visible, dropout, is_causal=square, scale=scale)
 
 
