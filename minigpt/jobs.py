@@ -27,8 +27,8 @@ from minigpt.lines import Line, Source, name_of, numbered, read, read_lines, sur
 from minigpt.records import Output, as_record, score_figures
 
 if TYPE_CHECKING:
-    from minigpt.decoding.prompts import Task
     from minigpt.language_model import LanguageModel
+    from minigpt.prompts import Task
 
 
 def records(
@@ -117,6 +117,8 @@ def _text(line: Line, values: dict[str, Any]) -> Line:
 
 def _scores(lm: LanguageModel, lines: list[Line], special: bool, options: dict[str, Any]) -> list[Any]:
     """The lines' scores: of all together or, where that fails, of each by itself, or the error in its place."""
+    if not lines:
+        return []
     flags = {special if line.special is None else line.special for line in lines}
     contexts: Any = [line.context for line in lines] if any(line.context is not None for line in lines) else None
     texts: list[Any] = [line.prompt for line in lines]

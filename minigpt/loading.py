@@ -13,8 +13,8 @@ import torch
 
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import TokenizerError
+from minigpt.files.aliases import ALIASES
 from minigpt.files.checkpoint import load_model, read_config, read_generation
-from minigpt.files.hub import ALIASES
 from minigpt.files.locate import locate, own_folder
 from minigpt.files.reading import read_json
 from minigpt.language_model import LanguageModel
@@ -69,13 +69,9 @@ def load(
 
 
 def load_tokenizer(
-    model: str | os.PathLike[str] = "gpt2",
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    progress: bool = False,
+    model: str | os.PathLike[str], *, revision: str | None = None, offline: bool = False, progress: bool = False
 ) -> Tokenizer:
-    """The tokenizer of the model that `load` would load. No weights are downloaded, and nothing for GPT-2's own sizes.
+    """The tokenizer of the model that `load` would load: no weights are downloaded, and nothing for GPT-2's own sizes.
 
     Raises TokenizerError where there is none, else as `load` does.
     """
@@ -111,13 +107,7 @@ def _defaults(folder: Path, settings: Mapping[str, Any]) -> SamplingParams:
 
 def _refuse_objects(model: Any) -> None:
     """Raise TypeError, which says what to do, for a model that is loaded already."""
-    if isinstance(model, (str, os.PathLike)):
-        return
-    advice = "give a name, a folder or a hub id"
-    if isinstance(model, LanguageModel):
-        advice = "it is loaded already"
-    elif hasattr(model, "save_pretrained"):
-        advice = "write it with save_pretrained(folder), its tokenizer too, and load that folder"
-    elif isinstance(model, torch.nn.Module):
-        advice = "minigpt.LanguageModel(model, tokenizer) makes one of a minigpt.GPT2"
-    raise TypeError(f"model must be a name or a folder, not a {type(model).__name__}: {advice}")
+    if not isinstance(model, (str, os.PathLike)):
+        advice = "minigpt.LanguageModel(model, tokenizer) takes a GPT2; of transformers' models, write one with "
+        advice += "save_pretrained(folder), its tokenizer too, and load that folder"
+        raise TypeError(f"model must be a name or a folder, not a {type(model).__name__}: {advice}")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the arguments say."""
     if args.input is not None:
         jobs.run(args)
         return

@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the arguments say."""
     from minigpt.errors import TokenizerError
     from minigpt.files import checkpoint
     from minigpt.files.locate import locate

@@ -193,17 +193,17 @@ def _add_ablate(group: Any) -> None:
 
 
 def _number(text: str) -> int:
-    """--layer N, --head N: whether the model has it, the model says."""
-    if not re.fullmatch(r"[+-]?[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"write numbers, and the prompt before them, not {text!r}")
-    return int(text)
+    """--layer N, --head N. Whether the model has it, the model says; so for _head."""
+    if re.fullmatch(r"[+-]?[0-9]{1,9}", text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"write numbers, and the prompt before them, not {text!r}")
 
 
 def _head(text: str) -> str:
-    """--ablate LAYER.HEAD: whether the model has it, the model says."""
-    if not re.fullmatch(r"[0-9]+\.[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"write heads as LAYER.HEAD, and the prompt before --ablate, not {text!r}")
-    return text
+    """--ablate LAYER.HEAD."""
+    if re.fullmatch(r"[0-9]+\.[0-9]+", text):
+        return text
+    raise argparse.ArgumentTypeError(f"write heads as LAYER.HEAD, and the prompt before --ablate, not {text!r}")
 
 
 def _add_parity(commands: Any) -> None:

@@ -107,8 +107,9 @@ class StaticCache(KVCache):
         return self.entry.state[0, :, None], self.entry.state[1, :, None]
 
     def visible(self, mask: Tensor, n_new: int) -> Tensor:
-        """[B,1,1,S], to be added to the scores: one row of the table for each row of the batch."""
-        return torch.embedding(self.entry.mask, self.entry.state[1])[:, None, None]
+        """What is added to the scores, [B,H,1,S]: a row of the table for each head."""
+        positions = self.entry.state[1, :, None].expand(-1, self.entry.memory.shape[3])  # (B, H)
+        return torch.embedding(self.entry.mask, positions)[:, :, None]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v, [B,H,1,D], by one kernel: in what c_attn gives, v comes right after k."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from minigpt.decoding.params import SamplingParams, fresh_seed
 from minigpt.decoding.sampling import best_log_probabilities, check_params, draw, process
 from minigpt.errors import MiniGPTError, PromptError, TokenizerError
+from minigpt.network.config import GPT2Config
 from minigpt.text.stream import StopText, TextStream
 from minigpt.text.tokenizer import Tokenizer
 
@@ -85,6 +87,15 @@ class Limits:
     end_ids: tuple[int, ...]
     undecodable_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
+
+    @classmethod
+    def of(cls, config: GPT2Config, tokenizer: Tokenizer | None, end_ids: Collection[int] | None) -> Limits:
+        """Those of a model; end_ids None: its config's."""
+        V, bos, eos = config.vocab_size, config.bos_token_id, config.eos_token_id
+        ends = end_ids if end_ids is not None else eos if isinstance(eos, tuple) else () if eos is None else (eos,)
+        bos_id = bos if bos is not None and 0 <= bos < V else None
+        missing = () if tokenizer is None else tuple(id for id in range(V) if id not in tokenizer)
+        return cls(config.n_positions, V, bos_id, tuple(id for id in ends if 0 <= id < V), missing, tokenizer)
 
 
 class Prompt:

@@ -18,11 +18,11 @@ from minigpt.decoding.cuda_rows import Slots
 from minigpt.decoding.sequence import Drawn, Sequence
 from minigpt.network import model as gpt2
 from minigpt.network.cache import KVCache
-from minigpt.network.linear import Dropout, Embedding, Linear
+from minigpt.network.linear import Dropout, Embedding, Linear, taken
 from minigpt.network.products import learns, product_of
 
-_ATTENTION = [nn.LayerNorm, gpt2.MultiHeadAttention, Linear, Linear, Dropout]
-_BLOCK = [gpt2.Block, *_ATTENTION, nn.LayerNorm, gpt2.MLP, Linear, Linear, Dropout]
+_LAYERS = [Linear, Linear, Dropout]
+_BLOCK = [gpt2.Block, nn.LayerNorm, gpt2.MultiHeadAttention, *_LAYERS, nn.LayerNorm, gpt2.MLP, *_LAYERS]
 _METHODS = {"_call_impl", "forward", "hidden", "head", "logits", "positions"}
 
 
@@ -34,7 +34,7 @@ class Steps:
         self.state: list[int] | None = None  # while it stays, `step` is right
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Token ids [B,T] -> logits [B,T,V], and the cache moves on."""
+        """Token ids [B,T] -> logits [B,T,V], which the next step may overwrite; the cache moves on."""
         if self.state is None or self.state != self._state():
             self._bind()
         return self.step(ids, cache) if self.step else self.model.head(self.model.hidden(ids, cache))
@@ -50,8 +50,8 @@ class Steps:
         return self(last, cache)[:, -1]
 
     def _bind(self) -> None:
-        modules: list[Any] = list(self.model.modules())
-        self.tables = [table for at in modules for table in (at._parameters, at._buffers, at._modules) if table]
+        each = ((at._parameters, at._buffers, at._modules) for at in self.model.modules())
+        self.tables: list[Any] = [table for tables in each for table in tables if table]
         self.kept = [*chain.from_iterable(map(dict.values, self.tables))]  # so that nothing else gets their id
         self.weights = list(self.model.parameters())
         self.matrices = [weight for weight in self.weights if weight.dim() == 2]
@@ -60,26 +60,20 @@ class Steps:
         self.state = self._state()
 
     def _state(self) -> list[int]:
-        """Moves with every change of weights, layers and hooks that PyTorch counts: old matrices never meet new biases.
-
-        A list, as a sum stays where two weights change places. COST us a step of GPT-2 124M (Zen 3), about 0.1 % of it.
-        """
-        objects = map(id, chain.from_iterable(map(dict.values, self.tables)))
-        versions = [weight._version for weight in self.counted]
+        """Moves with every change of weights, layers and hooks that is counted: old matrices never meet new biases."""
+        # A list: a sum stays where two weights change places. 50 us a step of GPT-2 124M (Zen 3), 0.1 to 0.3 % of it.
+        objects, versions = chain.from_iterable(map(dict.values, self.tables)), [one._version for one in self.counted]
         addresses, learning = map(Tensor.data_ptr, self.weights), map(learns, self.matrices)
-        return [RemovableHandle.next_id, *objects, *addresses, *versions, *learning]
+        return [RemovableHandle.next_id, *map(id, objects), *addresses, *versions, *learning]
 
 
 def bound(model: gpt2.GPT2) -> Callable[[Tensor, KVCache], Tensor] | None:
-    """The model's (ids [B,T], cache) -> logits [B,T,V] with its weights as they are now; it records no gradients.
-
-    None if the model is not as model.py makes it, in eval, or if it has hooks.
-    """
+    """(ids [B,T], cache) -> logits [B,T,V], with the weights as they are now. None for a model that is not plain."""
     if not _is_plain(model):
         return None
     output = product_of(model.output.weight, model.output.packed)  # the largest first: memory holds it twice meanwhile
-    wte, wpe, mask = model.wte.weight, model.wpe.weight, next(model.buffers())
-    blocks, ln_f = [_block(block) for block in model.h], _norm(model.ln_f)
+    wte, wpe, mask, ln_f = model.wte.weight, model.wpe.weight, next(model.buffers()), taken(model.ln_f)
+    blocks = [_block(block) for block in model.h]
 
     def step(ids: Tensor, cache: KVCache) -> Tensor:
         positions, visible = model.positions(ids, cache), gpt2.visible_keys(mask, ids.shape[1], cache)
@@ -93,23 +87,22 @@ def bound(model: gpt2.GPT2) -> Callable[[Tensor, KVCache], Tensor] | None:
 
 
 def _is_plain(model: Any) -> bool:
+    """Whether the model is as model.py makes it, in eval, of one dtype, without hooks and replaced methods."""
     modules = list(model.modules())
-    ends: list[type] = [nn.LayerNorm] if model.config.tie_word_embeddings else [nn.LayerNorm, Linear]
+    ends = [nn.LayerNorm, *[Linear] * (not model.config.tie_word_embeddings)]
     kinds = [gpt2.GPT2, Embedding, nn.Embedding, Dropout, nn.ModuleList, *_BLOCK * len(model.h), *ends]
-    if [type(module) for module in modules] != kinds or gpt2.has_hooks(model):
-        return False
-    if any(at.training or at._compiled_call_impl or not vars(at).keys().isdisjoint(_METHODS) for at in modules):
+    changed = (at.training or at._compiled_call_impl or not vars(at).keys().isdisjoint(_METHODS) for at in modules)
+    if [type(module) for module in modules] != kinds or gpt2.has_hooks(model) or any(changed):
         return False
     first = model.h[0].attn.mask  # `.to(device)` gives each block one of its own
     alike = (at is first or (at.is_cuda and torch.equal(at, first)) for at in (block.attn.mask for block in model.h))
-    types = {(weight.device, weight.dtype) for weight in model.parameters()}
-    return len(types) == 1 and len(first) == model.config.n_positions and all(alike)
+    return len({(weight.device, weight.dtype) for weight in model.parameters()}) == 1 and all(alike)
 
 
 def _block(block: Any) -> Callable[[Tensor, KVCache, Tensor | None], Tensor]:
     """`Block.forward`, [B,T,E] -> [B,T,E]."""
-    attn, mlp, ln_1, ln_2 = block.attn, block.mlp, _norm(block.ln_1), _norm(block.ln_2)
-    c_attn, W_O, c_fc, c_proj = map(_product, (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj))
+    attn, mlp, ln_1, ln_2 = block.attn, block.mlp, taken(block.ln_1), taken(block.ln_2)
+    c_attn, W_O, c_fc, c_proj = map(taken, (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj))
 
     def forward(x: Tensor, cache: KVCache, visible: Tensor | None) -> Tensor:
         q, k, v = gpt2.split_heads(c_attn(ln_1(x)), attn.n_head)
@@ -118,13 +111,3 @@ def _block(block: Any) -> Callable[[Tensor, KVCache, Tensor | None], Tensor]:
         return x + c_proj(mlp.activation(c_fc(ln_2(x))))
 
     return forward
-
-
-def _norm(layer: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
-    weight, bias = layer.weight, layer.bias
-    return lambda x: torch.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
-
-
-def _product(layer: Linear) -> Callable[[Tensor], Tensor]:
-    product, bias = product_of(layer.weight, layer.packed), layer.bias
-    return lambda x: product(x, bias)

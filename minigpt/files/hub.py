@@ -6,7 +6,6 @@ commit. Where the hub does not answer, or refuses, what is in the cache will do.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import logging
 import threading
@@ -17,31 +16,15 @@ from typing import Any
 from urllib.parse import quote
 
 from minigpt.errors import CheckpointError, ModelNotFoundError
+from minigpt.files.aliases import why_not
 from minigpt.files.folder import shards, weight_files
 from minigpt.files.reading import INDEX, OTHER_TOKENIZERS, TOKENIZER_FILES, WEIGHTS, sha256
-
-ALIASES = {
-    "gpt2": "openai-community/gpt2",
-    "gpt2-medium": "openai-community/gpt2-medium",
-    "gpt2-large": "openai-community/gpt2-large",
-    "gpt2-xl": "openai-community/gpt2-xl",
-    "distilgpt2": "distilbert/distilgpt2",
-}
-
 
 # What is downloaded beside the weights, where the repository has it. The official ones hold gigabytes of other formats.
 _SIDE_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKENIZERS)
 _TIMEOUT = 5  # seconds without an answer after which the hub counts as unreachable
 
 downloading = False  # Whoever stops the process now should let it unwind: what has come of a file is then removed.
-
-
-def known_names(name: str) -> str:
-    """The names that need no hub id, and the one that may be meant."""
-    names = {"gpt2-small": "gpt2", "gpt2-base": "gpt2", "demo": "demo", **{alias: alias for alias in ALIASES}}
-    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=1, cutoff=0.8)
-    guess = f"Did you mean {names[close[0]]!r}? " if close else ""
-    return f"{guess}Known names: demo, {', '.join(ALIASES)}"
 
 
 def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress: bool, weights: bool) -> Path:
@@ -65,7 +48,7 @@ def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress
         folder = _cached(repo, revision, weights) or _cached(name, revision, weights)
     if folder is None:
         # Not chained to `failure`, whose text may quote the request with its token.
-        raise ModelNotFoundError(_why_not(name, repo, revision, offline, failure))
+        raise ModelNotFoundError(why_not(name, repo, revision, offline, failure))
     return folder
 
 
@@ -142,44 +125,6 @@ def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
     except CheckpointError:
         return None
     return Path(found).parent
-
-
-def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure: Exception | None) -> str:
-    """Why the hub did not give a model, and what to do. Never quotes `failure`, which may hold a token."""
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    if isinstance(failure, LocalEntryNotFoundError) and isinstance(failure.__cause__, Exception):
-        failure = failure.__cause__  # what went wrong before the cache was tried
-    files = f"config.json generation_config.json {WEIGHTS} vocab.json merges.txt"
-    folder = f"weights/{name.rpartition('/')[2]}"
-    download = f"hf download {repo} {files} --local-dir {folder}"
-    remedy = f"use the model demo (-m demo), or run `{download}` where there is a network and give that folder"
-    status = getattr(getattr(failure, "response", None), "status_code", None)
-    if offline:
-        return (
-            f"{name} is not in the cache {constants.HF_HUB_CACHE}, and offline mode is on: go online once, or {remedy}"
-        )
-    if isinstance(failure, GatedRepoError):
-        return f"{repo} is gated: ask for access at https://huggingface.co/{repo}, then set HF_TOKEN to your token"
-    if isinstance(failure, RevisionNotFoundError):
-        return f"{repo} has no revision {revision!r} on the hub"
-    if isinstance(failure, RepositoryNotFoundError) or status in (401, 403, 404):
-        token = ", or your token (HF_TOKEN) is expired or lacks the permission" if get_token() else ""
-        return f"there is no model {name!r} on the hub, or it is private{token} (HTTP {status}). {known_names(name)}"
-    if isinstance(failure, OSError) and failure.errno:  # the disk, not the network
-        problem = f"{failure.strerror} ({failure.filename or constants.HF_HUB_CACHE})"
-        return (
-            f"{name} could not be saved to the cache: {problem}. Set HF_HOME to a folder with room that can be written"
-        )
-    damaged = isinstance(failure, OSError) and "Consistency check" in str(failure)
-    reason = f"HTTP {status}" if status else "a file of the wrong length" if damaged else type(failure).__name__
-    return f"{name} is not in the cache and could not be fetched from the hub ({reason}): {remedy}"
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from importlib import resources
 from pathlib import Path
 
 from minigpt.errors import CheckpointError, ModelNotFoundError
+from minigpt.files.aliases import ALIASES, known_names
 from minigpt.files.folder import almost, is_model
-from minigpt.files.hub import ALIASES, from_hub, known_names
+from minigpt.files.hub import from_hub
 
 _HUB_ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)  # the hub's rule
 _WEIGHTS = Path(__file__).resolve().parents[2] / "weights"  # in a checkout

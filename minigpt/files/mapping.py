@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import mmap
 from pathlib import Path
@@ -55,15 +54,15 @@ class Mapping:
         return _turned(name, tensor)
 
     def packed(self, dtype: torch.dtype, name: str, item: Stored, weight: Tensor) -> Packed:
-        """`weight`, which is this tensor, to be packed from here."""
-        return Packed(dtype, weight, _turned(name, self.tensor(item)), functools.partial(self._packed, item))
+        """`weight`, which is this tensor, to be packed from here; then its pages can go, and the copies made for it."""
 
-    def _packed(self, item: Stored) -> None:
-        """A tensor is packed: its pages can go, and the copies that packing made."""
-        self.release(item)
-        # They leave gaps in the heap, a quarter of the weights in all, which glibc gives back only when asked to.
-        if trim := getattr(ctypes.pythonapi, "malloc_trim", None):
-            trim(0)
+        def release() -> None:
+            self.release(item)
+            # The copies leave gaps in the heap, a quarter of the weights in all: glibc gives back what it is asked for.
+            if trim := getattr(ctypes.pythonapi, "malloc_trim", None):
+                trim(0)
+
+        return Packed(dtype, weight, _turned(name, self.tensor(item)), release)
 
     def release(self, item: Stored | None = None) -> None:
         """Give back the memory of a tensor, or of all, that nobody wrote to: the file still has it."""

@@ -21,22 +21,20 @@ from minigpt.files.reading import INDEX, PICKLES, TOKENIZER_FILES, WEIGHTS
 from minigpt.network.model import GPT2
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NONE: Mapping[str, bytes] = MappingProxyType({})
+_NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 def write_checkpoint(
     model: GPT2,
     folder: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
-    others: Mapping[str, bytes] = _NONE,
+    others: Mapping[str, bytes] = _NOTHING,
 ) -> None:
     """Write config.json, generation_config.json, model.safetensors and `others`, {name: contents}: a tokenizer's files.
 
     dtype: a float format for the file, the model's own where not given. transformers loads the result. Every file
-    appears whole or not at all, config.json last.
-
-    Raises CheckpointError if the folder holds a model already, or another tokenizer, or cannot be written; ValueError
-    for a dtype that is no float.
+    appears whole or not at all, config.json last. Raises CheckpointError if the folder cannot be written, or holds a
+    model or another tokenizer already; ValueError for a dtype that is no float.
     """
     folder, dtype = Path(folder), dtype or model.wte.weight.dtype
     if dtype not in _DTYPE_NAMES:

@@ -12,7 +12,7 @@ from typing import Any
 import tiktoken
 
 from minigpt.checks import short_repr
-from minigpt.errors import PromptError, TokenizerError
+from minigpt.errors import PromptError
 from minigpt.text.added import GPT2_ADDED
 from minigpt.text.folder import Found, read_folder
 from minigpt.text.vocabulary import gpt2_vocabulary, official_files, text_bytes
@@ -44,7 +44,7 @@ class Tokenizer:
         self._bytes |= {token.id: text.encode(errors="replace") for text, token in added.items()}
         more = f" + {len(self._bytes) - own} added" if len(self._bytes) > own else " tokens"
         self.origin = origin or f"{found.source or _OWN}, {own}{more}"
-        self._found, self._added = found, added
+        self._source, self._files, self._added = found.source, found.files, added
         texts = sorted(added, key=len, reverse=True)  # the longest match wins
         groups = [[re.escape(text) for text in texts if added[text].normalized is last] for last in (False, True)]
         self._patterns = [re.compile("|".join(group)) for group in groups if group]
@@ -65,21 +65,11 @@ class Tokenizer:
         Raises TokenizerError, naming the file and the cure, if it is damaged or is not GPT-2's kind of tokenizer.
         """
         found = read_folder(folder, vocab_size, config or {})
-        if found is None:
-            return None
-        vocabulary, added = found.vocabulary, found.added
-        # Added tokens may lie beyond it: fine-tunes often add one for padding that the model has no row for.
-        highest = max(*vocabulary.ids, *(id for text, id in vocabulary.others.items() if text not in added))
-        if highest >= vocab_size:
-            raise TokenizerError(
-                f"{folder}: the tokenizer has a token with id {highest}, but the model's vocab_size is {vocab_size}: "
-                "use the tokenizer files that belong to this model"
-            )
-        return cls(found, "" if found.source or found.files else f"{_OWN}: the folder has none")
+        return found and cls(found, "" if found.source or found.files else f"{_OWN}: the folder has none")
 
     def files(self) -> dict[str, bytes]:
         """{name: contents} of the files that stand for this tokenizer: as they were read, or OpenAI's, made anew."""
-        return {**self._found.files, **({} if self._found.source else official_files())}
+        return {**self._files, **({} if self._source else official_files())}
 
     @property
     def special_tokens(self) -> dict[str, int]:

@@ -136,6 +136,9 @@ def test_one_of_many_streams_is_closed_and_its_slot_is_free(lm: LanguageModel) -
     streams.close(0)
     rest = [row for row, _ in streams]
     assert rest.count(0) == 0 and rest[:3] == [2, 1, 2] and rest.count(1) == 28 and rest.count(2) == 30
+    early = lm.stream_many([[3], [4], [5]], LONG, batch_size=1)
+    early.close(1)  # before it was read: it costs no step
+    assert [row for row, _ in early] == [0] * 30 + [2] * 30
     closed = lm.stream_many([[3], [4]], LONG)
     next(closed)
     closed.close()
@@ -192,3 +195,21 @@ def test_prompts_in_other_clothes(lm: LanguageModel) -> None:
 def test_a_model_says_what_it_is(lm: LanguageModel) -> None:
     assert repr(lm) == "LanguageModel(0.0M parameters, cpu, float32, tokenizer: none)"
     assert "12.4M parameters, cpu, float32" in repr(minigpt.load("demo", device="cpu"))
+
+
+def test_ablated_calls_follow_the_model() -> None:
+    """Weights, layers and hooks that come and go after the first ablated call."""
+    lm = LanguageModel(from_hf(hf_model()))
+    params = SamplingParams(max_new_tokens=8, stop_ids=())
+    first = lm.generate([3], params, ablate=["0.1"])
+    assert lm.without(["0.1"]) is lm.without(["0.1", "0.1"]) and lm.without([]) is lm
+    handle = lm.model.h[0].mlp.register_forward_hook(lambda module, args, out: out * 3)
+    hooked = lm.generate([3], params, ablate=["0.1"])
+    handle.remove()
+    assert lm.generate([3], params, ablate=["0.1"]) == first != hooked
+    with torch.no_grad():
+        lm.model.h[0].attn.c_proj.weight[:, :6].mul_(-1)  # head 0
+    moved = lm.generate([3], params, ablate=["0.1"])
+    assert moved == lm.without(["0.1"]).generate([3], params) != first
+    lm.model.h[1] = from_hf(hf_model(seed=5)).h[1]
+    assert lm.generate([3], params, ablate=["0.1"]) != moved

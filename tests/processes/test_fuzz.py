@@ -17,9 +17,9 @@ import pytest
 import torch
 from fuzzing import SPECIAL, Worker, damaged, edited, fuzz, odd_values, to_json
 from hypothesis import strategies as st
+from official import SPELLING
 
 from minigpt import GPT2, GPT2Config, save
-from minigpt.text.vocabulary import _ALPHABET
 
 pytestmark = pytest.mark.slow
 MERGES = ["Ġ t", "h e", "Ġt he", "a a", "aa aa"]
@@ -49,7 +49,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("good")
     ids = {"bos_token_id": 261, "eos_token_id": 261}
     save(GPT2(GPT2Config(vocab_size=263, n_positions=16, n_embd=4, n_head=2, n_layer=1, **ids)), folder)
-    vocab = {token: id for id, token in enumerate([*_ALPHABET, *(m.replace(" ", "") for m in MERGES), "<|endoftext|>"])}
+    vocab = {
+        token: id
+        for id, token in enumerate([*SPELLING.values(), *(m.replace(" ", "") for m in MERGES), "<|endoftext|>"])
+    }
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     files["vocab.json"], files["merges.txt"] = (
         json.dumps(vocab).encode(),
