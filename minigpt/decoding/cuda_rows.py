@@ -36,6 +36,7 @@ class Launch:
     results: list[Tensor]  # pinned
     ready: torch.cuda.Event
     generators: dict[Sequence, Tensor]
+    versions: list[int]  # of the weights, vectors too: it is thrown away if somebody has written to one since
 
     def undo(self, *rows: Sequence) -> None:
         """What it drew for these rows, or all, is not used."""
@@ -83,7 +84,8 @@ class Slots(KVCache):
         """
         entry, ahead, self.ahead = self.entry, self.ahead, None
         usable = step is not None and entry is not None and entry.key[0] <= MOST_ROWS and not refused()
-        if ahead and not (usable and step is self.step and (ahead.rows, ahead.lengths) == (rows, self.lengths)):
+        now_is = (rows, self.lengths, self._versions() if ahead else [])
+        if ahead and not (usable and step is self.step and (ahead.rows, ahead.lengths, ahead.versions) == now_is):
             ahead.undo()
             ahead = None
         if not usable or entry is None or step is None or entry.key[3] in self.store.failed:
@@ -117,6 +119,7 @@ class Slots(KVCache):
         """Replay the step at the rows' lengths, or `ahead` right behind the one under way, on what that one draws."""
         if step is not self.step:
             entry.fit(self.model)
+            self.weights = [weight for weight in self.model.parameters() if not weight.is_inference()]
             self.step, self.wants = step, Wants()
         lengths, ids = [length + ahead for length in self.lengths], [row.history[-1] for row in rows]
         wants = Wants(*map(max, self.wants, *map(_wants, rows)))
@@ -141,7 +144,10 @@ class Slots(KVCache):
             target.copy_(result, non_blocking=True)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(entry.stream)
-        return Launch(list(rows), lengths, graph, graph.pinned[0], ready, generators)
+        return Launch(list(rows), lengths, graph, graph.pinned[0], ready, generators, self._versions())
+
+    def _versions(self) -> list[int]:
+        return [weight._version for weight in self.weights]
 
     def _place(self, entry: Entry, slot: int, row: Sequence, n_new: int) -> None:
         """Set on the device what the draw must know of a row."""
