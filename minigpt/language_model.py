@@ -15,14 +15,13 @@ from torch import Tensor
 from minigpt import prompts as given
 from minigpt.checks import integer, short_repr
 from minigpt.decoding.batch import in_order
-from minigpt.decoding.cuda_graph import Graphs, graphs_of
+from minigpt.decoding.cuda_graph import graphs_of
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
 from minigpt.errors import PromptError, TokenizerError
 from minigpt.files.write import write_checkpoint
 from minigpt.interpret import heads
-from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2, undisturbed
 from minigpt.network.products import forget
 from minigpt.prompts import Task, Text, is_one_prompt, listed
@@ -58,8 +57,7 @@ class LanguageModel:
         *,
         defaults: SamplingParams | None = None,
     ) -> None:
-        self.model = model.eval()
-        self.config: GPT2Config = model.config
+        self.model, self.config, self.graphs = model.eval(), model.config, graphs_of(model)
         self.defaults, self._tokenizer = defaults or SamplingParams(), tokenizer
         self.limits = Limits.of(self.config, tokenizer if isinstance(tokenizer, Tokenizer) else None, end_ids)
         self._without: dict[frozenset[tuple[int, int]], tuple[list[int], list[Any], LanguageModel]] = {}
@@ -91,11 +89,6 @@ class LanguageModel:
         """The format of the weights in matrix products."""
         packed = self.model.output.packed
         return packed.dtype if packed else self.model.wte.weight.dtype
-
-    @property
-    def graphs(self) -> Graphs:
-        """The CUDA graphs kept for the next call."""
-        return graphs_of(self.model)
 
     def encode(self, text: Text, *, special: bool = False) -> list[int]:
         """The token ids of a text, or of a list, 1-D tensor or array of ids, each in the vocabulary.

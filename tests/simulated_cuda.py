@@ -10,6 +10,7 @@ allocator, what cuBLAS and cuDNN do. `plans`: the shapes that 16-bit fused atten
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -150,6 +151,7 @@ def simulated(count: int = 2) -> Iterator[Device]:
             stack.enter_context(Functions())
             stack.enter_context(Operators())
             yield cuda
+            gc.collect()  # finalizers ask the device
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(keeps)
         torch._C._set_only_lift_cpu_tensors(False)

@@ -56,31 +56,29 @@ class Device:
     """What has happened since `clear`, and how the device is."""
 
     def __init__(self) -> None:
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.log: list[str] = []  # the same, by name
-        self.plans: set[tuple[int, ...]] = set()
-        self.graphs: list[Any] = []
+        self.counts, self.plans = collections.Counter[str](), set[tuple[int, ...]]()
+        self.log, self.graphs = list[str](), list[Any]()  # log: the same, by name
         self.free, self.capability = 1 << 34, (9, 0)
         self.replay_disturbs = False  # as before PyTorch 2.13: a replay fails while another thread captures
         self.arriving: list[tuple[Tensor, Tensor]] = []  # copies to the host under way
-        self.pinned: set[int] = set()  # addresses of storages
+        self.pinned, self.lock = set[int](), threading.RLock()  # addresses of storages
 
     def note(self, kind: str, name: str = "") -> None:
         self.counts[kind] += 1
         self.log.append(f"{kind} {name}")
 
     def clear(self) -> None:
-        self.counts.clear()
-        self.log.clear()
-        self.plans.clear()
+        for kept in (self.counts, self.log, self.plans):
+            kept.clear()  # type: ignore[attr-defined]
 
     def wait(self, name: str) -> None:
         """The host waits for all that is under way."""
         self.note("sync", name)
         refuse(name)
-        while self.arriving:
-            target, values = self.arriving.pop(0)
-            target.copy_(values)
+        with self.lock:  # another thread may be waiting, too
+            for target, values in self.arriving:
+                target.copy_(values)
+            self.arriving.clear()
 
 
 cuda = Device()
@@ -220,8 +218,10 @@ def copied(source: Any, into: Any, options: dict[str, Any]) -> Any:
         host = goal if target.type == "cpu" else source
         if options.get("non_blocking") and host is not None and host.untyped_storage().data_ptr() in cuda.pinned:
             if target.type == "cpu":
-                cuda.arriving.append((goal, inner.clone()))
-                return goal.fill_(-1)
+                goal.fill_(-1)
+                with cuda.lock:
+                    cuda.arriving.append((goal, inner.clone()))
+                return goal
         elif target.type == "cpu" or into is None or source.dim():
             cuda.wait(f"copy: to {target.type}")
         result, memories = again(), {}

@@ -85,8 +85,7 @@ class Graphs:
 
 def graphs_of(model: GPT2) -> Graphs:
     """The model's own: it goes with the model."""
-    graphs: Graphs = vars(model).setdefault("graphs", Graphs())
-    return graphs
+    return vars(model).setdefault("graphs", Graphs())  # type: ignore[no-any-return]
 
 
 def refused() -> bool:
@@ -100,8 +99,7 @@ class StaticCache(KVCache):
     start = None  # rows may differ in length
 
     def __init__(self, entry: Entry) -> None:
-        self.entry, slots = entry, entry.key[0]
-        self.lengths = [0] * slots
+        self.entry, self.lengths = entry, [0] * entry.key[0]
 
     def indices(self, n_new: int) -> tuple[Tensor, Tensor]:
         return self.entry.state[0, :, None], self.entry.state[1, :, None]
@@ -113,10 +111,8 @@ class StaticCache(KVCache):
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v, [B,H,1,D], by one kernel: in what c_attn gives, v comes right after k."""
-        B, H, _, D = k.shape
-        stride = (k.stride(1), k.stride(0), k.stride(3))
-        both = k.as_strided((2 * H, B, D), stride, k.storage_offset())
-        block = self.entry.memory[layer]
+        (B, H, _, D), (row, head, _, one), block = k.shape, k.stride(), self.entry.memory[layer]
+        both = k.as_strided((2 * H, B, D), (head, row, one), k.storage_offset())
         block.view(-1, D).index_put_((self.entry.state[2:-1],), both)
         return block[0], block[1]
 
@@ -164,12 +160,9 @@ class Entry:
         self.parts, self.numbers = list[Any](), list[Any]()  # of the model that the graphs are right for
         self.stream = torch.cuda.current_stream(weight.device)
 
-    def _pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
-
     def _pair(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Zeros on the device, and in pinned memory to set them from: by then, the host has waited for the last use."""
-        return torch.zeros(shape, dtype=dtype, device=self.key[3]), self._pinned(*shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.key[3]), _pinned(*shape, dtype=dtype)
 
     def wide(self, name: str) -> tuple[Tensor, Tensor]:
         if name not in self._wide:
@@ -222,7 +215,7 @@ class Entry:
                 return logits, *self.chosen(logits, wants)
 
             replay, (logits, *results) = captured(run, self.key[3])
-            pinned = [[self._pinned(*result.shape, dtype=result.dtype) for result in results] for _ in range(2)]
+            pinned = [[_pinned(*result.shape, dtype=result.dtype) for result in results] for _ in range(2)]
             self.graphs[wants] = Graph(replay, logits, results, pinned)
         return self.graphs[wants]
 
@@ -241,8 +234,7 @@ class Entry:
             scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         best, ids = scores.max(-1)
         if wants.sampled:
-            scores = scores / temperature
-            best = scores.amax(-1)
+            best = (scores := scores / temperature).amax(-1)
             if wants.filtered:
                 scores = _filtered(scores, k, tail, min_p)
             drawn = (scores.softmax(-1) / self.wide("q")[0]).argmax(-1)
@@ -256,6 +248,10 @@ class Entry:
         k_best, own = slice(wants.logprobs), logs.gather(1, ids[:, None])
         numbers = torch.cat([torch.stack([total, best]), own.T, listed[:, k_best].T])
         return torch.cat([ids[None], order[:, k_best].T]), numbers
+
+
+def _pinned(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def _filtered(scores: Tensor, k: Tensor, tail: Tensor, min_p: Tensor) -> Tensor:
