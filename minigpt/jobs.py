@@ -2,7 +2,7 @@
 
 Lines in:   {"prompt": "Once"} or {"ids": [7454]}, with any of "id", "special" and the fields of SamplingParams.
 Records out, in the order of the lines, one for each completion:
-            id, sample, prompt, prompt_ids, text, ids, finish_reason, seed, logprobs, model
+            id, sample, prompt, prompt_ids, text, ids, finish_reason, seed, logprobs, score, model
 and for what failed: id, line, error (and sample, where the line's other samples did not fail).
 To score:   {"text": " upon a time"} with any of "context", "id" and "special"; the records are those of score_record.
 
@@ -54,7 +54,7 @@ def records(
         if line.error is not None:
             return Failure(ValueError(line.error))
         params = line.params
-        if line.skip:  # sample j draws with seed + j
+        if line.skip and params.num_beams == 1:  # sample j draws with seed + j; a search gives all anew
             seed = params.seed if params.temperature == 0 else ((params.seed or 0) + line.skip) % 2**64
             params = replace(params, samples=params.samples - line.skip, seed=seed)
         try:
@@ -67,16 +67,17 @@ def records(
         if not waiting and isinstance(result, Failure):  # the lines themselves cannot be read on
             raise result.error
         line = waiting[0]
-        number = line.skip + sample
+        first = line.skip if line.params.num_beams == 1 else 0
+        number = first + sample
         whole = False
         if isinstance(result, Failure):
             whole = not result.started
             partial = {"sample": number} if result.started and line.params.samples > 1 else {}
             yield {"id": line.id, **partial, "line": line.number, "error": str(result.error)}
-        else:
+        elif number >= line.skip:
             yield as_record(line.id, number, line.prompt if isinstance(line.prompt, str) else None, result, model)
         sample += 1
-        if whole or line.skip + sample == line.params.samples:
+        if whole or first + sample == line.params.samples:
             waiting.popleft()
             if on_line:
                 on_line(line)

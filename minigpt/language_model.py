@@ -20,7 +20,7 @@ from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
 from minigpt.errors import PromptError, TokenizerError
-from minigpt.files.write import write_checkpoint
+from minigpt.files.checkpoint import write_checkpoint
 from minigpt.interpret import heads
 from minigpt.network.model import GPT2, undisturbed
 from minigpt.network.products import forget
@@ -146,7 +146,7 @@ class LanguageModel:
         pairs = given.checked(prompts, params, overrides, partial(lm.encode, special=special), lm.limits)
         if isinstance(prompts, SequenceOf):
             pairs = iter(whole := list(pairs))
-            slots = max(1, min(slots, sum(one.samples for _, one in whole)))
+            slots = max(1, min(slots, sum(max(one.samples, one.num_beams) for _, one in whole)))
         rows = (row for prompt, one in pairs for row in given.samples(prompt, one, lm.limits))
         return (_completed(result) for result in in_order(lm.model, rows, slots))
 
@@ -177,6 +177,10 @@ class LanguageModel:
         params, lm, prompt = given.final(params, overrides), self.without(ablate), listed(prompt)
         if params.samples != 1:
             raise ValueError(f"stream gives one sample, not {params.samples}: use generate for several")
+        if params.num_beams != 1:
+            raise ValueError(
+                "stream shows each token as it is drawn, and num_beams above 1 decides later: use generate"
+            )
         if not is_one_prompt(prompt) and len(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
         checked = Prompt(lm.encode(prompt, special=special), params, lm.limits)

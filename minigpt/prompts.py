@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from minigpt.decoding.beams import Search
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Failure, Limits, Prompt, Sequence
 from minigpt.errors import MiniGPTError, PromptError, TokenizerError
@@ -110,4 +111,6 @@ def sequences(tasks: Iterable[Task | None], encode: Encode, limits: Limits) -> I
 
 def samples(prompt: Prompt, params: SamplingParams, limits: Limits) -> Iterator[Sequence]:
     """The prompt's samples, each as it is asked for."""
+    if params.num_beams > 1:
+        return iter(Search(prompt, params, limits).beams[: params.samples])
     return (Sequence(prompt, params, sample, limits) for sample in range(params.samples))

@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The products of another machine, where one is asked for; one line for each file of tests (see below)."""
+    """The products of another machine, where one is asked for."""
     from minigpt.network import products
 
     works = products.works
@@ -45,9 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     elif config.getoption("--narrow"):
         products.works = lambda product: product is not products.Int8 and works(product)
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and config.get_verbosity() <= 0:
-        reporter.showfspath = False  # Claims says more
 
 
 class Claims:
@@ -69,8 +66,10 @@ class Claims:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if session.config.get_verbosity() <= 0:
-        session.config.pluginmanager.register(Claims(session.config))
+    plugins = session.config.pluginmanager
+    if session.config.get_verbosity() <= 0 and (reporter := plugins.get_plugin("terminalreporter")):
+        reporter.showfspath = False  # its lines name the file alone
+        plugins.register(Claims(session.config))
 
 
 def rank(item: pytest.Item) -> int:

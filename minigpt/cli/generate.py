@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
     if args.echo:
         before = prompt if isinstance(prompt, str) else "".join(f"{id} " for id in prompt)
     with Unwinding():
-        if params.samples == 1 and not args.json:
+        if params.samples == params.num_beams == 1 and not args.json:
             completions = [_stream(args, lm, ids, params, before)]
         else:
             completions = _one_by_one(args, lm, prompt, ids, params, before)

@@ -59,9 +59,9 @@ class Slots(KVCache):
         self.placed: dict[int, Sequence] = {}  # by slot: whose options are on the device
         self.ahead: Launch | None = None
 
-    def reserve(self, max_len: int, rows: int = 1) -> None:
-        """Make room for `max_len` tokens per row, and `rows` more rows: in another entry, if this one is too small."""
-        rows = max(self.keys.shape[1], len(self.lengths) + rows)
+    def reserve(self, max_len: int, rows: int = 0) -> None:
+        """Make room for `max_len` tokens per row, and for so many rows: in another entry, if this one is too small."""
+        rows = max(self.keys.shape[1], rows)
         if self.entry is not None and max_len <= self.max_len and rows <= self.keys.shape[1]:
             return
         old, self.entry = self.entry, self.store.borrow(self.model, rows, max(max_len, self.max_len))
@@ -80,7 +80,7 @@ class Slots(KVCache):
     def draw(self, step: Step | None, rows: list[Sequence]) -> list[Drawn | Tensor] | None:
         """Feed the last token of each row, and draw the next. None, and nothing has happened: take an ordinary step.
 
-        A row that must be drawn for by itself, as it is a beam or has failed, gets its logits [V].
+        A row that must be drawn for by itself, see _alone, or because it has failed, gets its logits [V].
         """
         entry, ahead, self.ahead = self.entry, self.ahead, None
         usable = step is not None and entry is not None and entry.key[0] <= MOST_ROWS and not refused()
@@ -101,7 +101,7 @@ class Slots(KVCache):
         now.ready.synchronize()
         ids, numbers = (result.tolist() for result in now.results)
         good = [all(map(math.isfinite, (row[slot] for row in numbers[:2]))) for slot in range(len(rows))]
-        alone = [slot for slot, row in enumerate(rows) if not good[slot] or _is_beam(row)]
+        alone = [slot for slot, row in enumerate(rows) if not good[slot] or _alone(row)]
         if alone and self.ahead:  # whose logits are overwritten: compute them again
             self.ahead.undo()
             self.ahead = None
@@ -132,7 +132,7 @@ class Slots(KVCache):
         generators = {}
         for slot, row in enumerate(rows):
             self._place(entry, slot, row, len(row.steps) + ahead)
-            if row.generator is not None and not _is_beam(row):
+            if row.generator is not None and not _alone(row):
                 generators[row] = row.generator.get_state()
                 entry.wide("q")[0][slot].exponential_(generator=row.generator)
         if not ahead:
@@ -157,8 +157,10 @@ class Slots(KVCache):
             samples, k, tail = p.temperature > 0, p.top_k if 0 < p.top_k < V else V, 1 - p.top_p if p.top_p < 1 else -1
             entry.set_options(slot, [p.temperature or 1, samples, k, tail, p.min_p, p.repetition_penalty])
         missing = row.limits.undecodable_ids
-        if self.wants.shaped and (new or p.no_repeat_ngram_size or n_new == p.min_new_tokens):
-            bias = add_bias(torch.zeros(V, device="cpu"), p.logit_bias)
+        if self.wants.shaped and (new or _by_host(row) or n_new == p.min_new_tokens):
+            biases = [*(((id,), value) for id, value in p.logit_bias.items()), *p.sequence_bias]
+            biases += [(ids, -math.inf) for ids in p.bad_words_ids if ids not in {(id,) for id in row.end_ids}]
+            bias = add_bias(torch.zeros(V, device="cpu"), row.history, biases)
             bias = ban_repeated_ngrams(bias, row.history, p.no_repeat_ngram_size)
             ends = row.end_ids if n_new < p.min_new_tokens else ()
             entry.put("bias", slot, suppress(suppress(suppress(bias, ends), p.suppress_tokens), missing))
@@ -169,26 +171,33 @@ class Slots(KVCache):
             entry.put("missing", slot, suppress(torch.zeros(V, device="cpu"), missing))
 
 
-def _is_beam(row: Sequence) -> bool:
-    """Beams choose among themselves, from logits."""
-    return getattr(row.params, "num_beams", 1) > 1
+def _alone(row: Sequence) -> bool:
+    """Whether the row is drawn for by itself, from its logits: a beam, or with a filter that is not in the graphs."""
+    p = row.params
+    return bool(p.num_beams > 1 or p.typical_p < 1 or p.epsilon_cutoff or p.eta_cutoff)
+
+
+def _by_host(row: Sequence) -> bool:
+    """Whether the host must know the last token to say what is barred or more likely next."""
+    p = row.params
+    return bool(p.no_repeat_ngram_size or p.sequence_bias or p.bad_words_ids)
 
 
 def _goes_on(row: Sequence, length: int) -> bool:
     """Whether the step after the one under way needs nothing from the host, should the row not stop.
 
-    n-grams are banned by the host, which must know the last token; end ids are allowed by it, once.
+    End ids are allowed by the host, once.
     """
     p, n_new = row.params, len(row.steps) + 1
     ends = n_new >= p.max_new_tokens or length + 1 >= row.limits.n_positions or row.cancelled
-    return not (ends or n_new == p.min_new_tokens or p.no_repeat_ngram_size or _is_beam(row))
+    return not (ends or n_new == p.min_new_tokens or _by_host(row) or _alone(row))
 
 
 def _wants(row: Sequence) -> Wants:
     p = row.params
-    if _is_beam(row):
+    if _alone(row):
         return Wants()
-    shaped = p.logit_bias or p.suppress_tokens or p.repetition_penalty != 1 or p.no_repeat_ngram_size
+    shaped = p.logit_bias or p.suppress_tokens or p.repetition_penalty != 1 or _by_host(row)
     shaped = bool(shaped or row.limits.undecodable_ids or len(row.steps) < p.min_new_tokens)
     samples = p.temperature > 0
     k = -1 if p.logprobs is None else p.logprobs and 1 << (p.logprobs - 1).bit_length()
@@ -198,7 +207,7 @@ def _wants(row: Sequence) -> Wants:
 
 
 def _logprob(row: Sequence, slot: int, ids: list[list[int]], numbers: list[list[float]]) -> TokenLogprob | None:
-    if row.params.logprobs is None or _is_beam(row):
+    if row.params.logprobs is None or _alone(row):
         return None
     k = min(row.params.logprobs, row.limits.vocab_size - len(row.limits.undecodable_ids))
     best = zip(ids[1 : k + 1], numbers[3 : k + 3], strict=True)

@@ -60,6 +60,8 @@ class Streams(Iterator[tuple[int, Step | Failure]]):
 
     def _numbered(self, rows: Iterator[Sequence | Failure | None]) -> Iterator[Sequence | Failure | None]:
         for row in rows:
+            if isinstance(row, Sequence) and row.together:
+                row = Failure(ValueError("num_beams above 1 cannot be streamed: use generate_each"))
             if row is not None:
                 number = self._count
                 self._running[id(row)] = (number, row)

@@ -1,11 +1,8 @@
-"""A model from the Hugging Face hub. No torch.
-
-Downloads go through huggingface_hub into Hugging Face's own cache: only the files that are read here, all from one
-commit. Where the hub does not answer, or refuses, what is in the cache will do.
-"""
+"""A model from the Hugging Face hub, by huggingface_hub into its own cache: only files that are read here. No torch."""
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import logging
 import threading
@@ -16,9 +13,15 @@ from typing import Any
 from urllib.parse import quote
 
 from minigpt.errors import CheckpointError, ModelNotFoundError
-from minigpt.files.aliases import why_not
-from minigpt.files.folder import shards, weight_files
-from minigpt.files.reading import INDEX, OTHER_TOKENIZERS, TOKENIZER_FILES, WEIGHTS, sha256
+from minigpt.files.reading import INDEX, OTHER_TOKENIZERS, TOKENIZER_FILES, WEIGHTS, has_weights, sha256, shards
+
+ALIASES = {
+    "gpt2": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large",
+    "gpt2-xl": "openai-community/gpt2-xl",
+    "distilgpt2": "distilbert/distilgpt2",
+}
 
 # What is downloaded beside the weights, where the repository has it. The official ones hold gigabytes of other formats.
 _SIDE_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKENIZERS)
@@ -27,11 +30,16 @@ _TIMEOUT = 5  # seconds without an answer after which the hub counts as unreacha
 downloading = False  # Whoever stops the process now should let it unwind: what has come of a file is then removed.
 
 
-def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress: bool, weights: bool) -> Path:
-    """The snapshot folder of `repo`: brought up to date if the hub answers, else as it is in the cache.
+def known_names(name: str) -> str:
+    """The names that need no hub id, and the one that may be meant."""
+    names = {"gpt2-small": "gpt2", "gpt2-base": "gpt2", "demo": "demo", **{alias: alias for alias in ALIASES}}
+    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=1, cutoff=0.8)
+    guess = f"Did you mean {names[close[0]]!r}? " if close else ""
+    return f"{guess}Known names: demo, {', '.join(ALIASES)}"
 
-    weights: False neither downloads nor needs the weights.
-    """
+
+def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress: bool, weights: bool) -> Path:
+    """The snapshot folder of `repo`: brought up to date if the hub answers and agrees, else as it is in the cache."""
     from huggingface_hub import constants
 
     offline = offline or constants.HF_HUB_OFFLINE
@@ -48,7 +56,7 @@ def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress
         folder = _cached(repo, revision, weights) or _cached(name, revision, weights)
     if folder is None:
         # Not chained to `failure`, whose text may quote the request with its token.
-        raise ModelNotFoundError(why_not(name, repo, revision, offline, failure))
+        raise ModelNotFoundError(_why_not(name, repo, revision, offline, failure))
     return folder
 
 
@@ -89,9 +97,8 @@ def _download(repo: str, revision: str | None, progress: bool, weights: bool) ->
         if names[name] not in (None, sha256(path)):  # the client compares the length only
             path.resolve().unlink()
             path.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"{name} of {repo} arrived damaged (its sha256 is not what the hub says) and was deleted: try again"
-            )
+            damage = f"{name} of {repo} arrived damaged (its sha256 is not what the hub says)"
+            raise CheckpointError(f"{damage} and was deleted: try again")
         return path
 
     commit, names = _ask(repo, revision)
@@ -117,14 +124,37 @@ def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, "config.json", revision=revision)
-    if not isinstance(found, str):
-        return None
-    try:
-        if weights:
-            weight_files(Path(found).parent)
-    except CheckpointError:
+    if not isinstance(found, str) or (weights and not has_weights(Path(found).parent)):
         return None
     return Path(found).parent
+
+
+def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure: Exception | None) -> str:
+    """Why the hub did not give a model, and what to do. Never quotes `failure`, which may hold a token."""
+    from huggingface_hub import constants, errors, get_token
+
+    if isinstance(failure, errors.LocalEntryNotFoundError) and isinstance(failure.__cause__, Exception):
+        failure = failure.__cause__  # what went wrong before the cache was tried
+    files = f"config.json generation_config.json {WEIGHTS} vocab.json merges.txt"
+    download = f"hf download {repo} {files} --local-dir weights/{name.rpartition('/')[2]}"
+    remedy = f"use the model demo (-m demo), or run `{download}` where there is a network and give that folder"
+    status = getattr(getattr(failure, "response", None), "status_code", None)
+    cache = constants.HF_HUB_CACHE
+    if offline:
+        return f"{name} is not in the cache {cache}, and offline mode is on: go online once, or {remedy}"
+    if isinstance(failure, errors.GatedRepoError):
+        return f"{repo} is gated: ask for access at https://huggingface.co/{repo}, then set HF_TOKEN to your token"
+    if isinstance(failure, errors.RevisionNotFoundError):
+        return f"{repo} has no revision {revision!r} on the hub"
+    if isinstance(failure, errors.RepositoryNotFoundError) or status in (401, 403, 404):
+        token = ", or your token (HF_TOKEN) is expired or lacks the permission" if get_token() else ""
+        return f"there is no model {name!r} on the hub, or it is private{token} (HTTP {status}). {known_names(name)}"
+    if isinstance(failure, OSError) and failure.errno:  # the disk, not the network
+        problem = f"{name} could not be saved to the cache: {failure.strerror} ({failure.filename or cache})"
+        return f"{problem}. Set HF_HOME to a folder with room that can be written"
+    damaged = isinstance(failure, OSError) and "Consistency check" in str(failure)
+    reason = f"HTTP {status}" if status else "a file of the wrong length" if damaged else type(failure).__name__
+    return f"{name} is not in the cache and could not be fetched from the hub ({reason}): {remedy}"
 
 
 @contextmanager
@@ -135,12 +165,11 @@ def _quiet() -> Iterator[None]:
     """
     from huggingface_hub.utils.logging import get_logger
 
-    thread = threading.get_ident()
+    here, handlers = threading.get_ident(), list(get_logger("huggingface_hub").handlers)
 
     def of_others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
+        return record.thread != here
 
-    handlers = list(get_logger("huggingface_hub").handlers)
     for handler in handlers:
         handler.addFilter(of_others)
     try:

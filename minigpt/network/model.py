@@ -227,14 +227,6 @@ class GPT2(nn.Module):
                 summed = 2 * self.config.n_layer if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(parameter, std=self.config.initializer_range / math.sqrt(summed))
 
-    def parameter_counts(self) -> dict[str, int]:
-        """How many parameters each component has: embeddings, attention, MLP, norms, head (0 where it is tied)."""
-        counts = dict.fromkeys(("embeddings", "attention", "MLP", "norms", "head"), 0)
-        kinds = {"wte": "embeddings", "wpe": "embeddings", "attn": "attention", "mlp": "MLP", "lm_head": "head"}
-        for name, parameter in self.named_parameters():
-            counts[kinds.get(name.split(".")[2 if name.startswith("h.") else 0], "norms")] += parameter.numel()
-        return counts
-
     def positions(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """The positions of token ids [B,T], after those in the cache: [T] or [B,T]. Raises as `hidden` does."""
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):

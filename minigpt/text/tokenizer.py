@@ -12,10 +12,9 @@ from typing import Any
 import tiktoken
 
 from minigpt.checks import short_repr
-from minigpt.errors import PromptError
-from minigpt.text.added import GPT2_ADDED
-from minigpt.text.folder import Found, read_folder
-from minigpt.text.vocabulary import gpt2_vocabulary, official_files, text_bytes
+from minigpt.errors import CheckpointError, PromptError, TokenizerError
+from minigpt.text.folder import Added, Found, read_folder
+from minigpt.text.vocabulary import END_OF_TEXT, gpt2_vocabulary, official_files, text_bytes
 
 # tiktoken's r50k pattern: GPT-2's pieces, by regular expressions that do not overflow on long words.
 _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -53,7 +52,8 @@ class Tokenizer:
     @classmethod
     def gpt2(cls) -> Tokenizer:
         """The vocabulary of OpenAI's GPT-2, 50257 tokens, from this package."""
-        return cls(Found(gpt2_vocabulary(), GPT2_ADDED, "", {}), _OWN)
+        end = Added(50256, special=True, normalized=False)
+        return cls(Found(gpt2_vocabulary(), {END_OF_TEXT: end}, "", {}), _OWN)
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int, config: Mapping[str, Any] | None = None) -> Tokenizer | None:
@@ -61,10 +61,13 @@ class Tokenizer:
 
         config: the contents of config.json, which may name another tokenizer.
         A folder without one gets GPT-2's if vocab_size allows, with a warning if the model looks like another; else
-        None: such a model takes token ids only. Ids may have gaps anywhere, as pruned and padded vocabularies do.
+        None: such a model takes token ids only. Ids may have gaps, as in pruned and padded vocabularies.
         Raises TokenizerError, naming the file and the cure, if it is damaged or is not GPT-2's kind of tokenizer.
         """
-        found = read_folder(folder, vocab_size, config or {})
+        try:
+            found = read_folder(folder, vocab_size, config or {})
+        except CheckpointError as error:
+            raise TokenizerError(str(error)) from None
         return found and cls(found, "" if found.source or found.files else f"{_OWN}: the folder has none")
 
     def files(self) -> dict[str, bytes]:
@@ -132,6 +135,5 @@ class Tokenizer:
         try:
             return self._bytes[index(id)]
         except KeyError:
-            raise PromptError(
-                f"token id {short_repr(id)} is not one of the tokenizer's, below {self.n_vocab}"
-            ) from None
+            wrong = f"token id {short_repr(id)} is not one of the tokenizer's, below {self.n_vocab}"
+            raise PromptError(wrong) from None

@@ -58,8 +58,9 @@ def official_files() -> dict[str, bytes]:
     """OpenAI's vocab.json and merges.txt, byte for byte, made from the vocabulary in this package."""
     tokens, _, others = gpt2_vocabulary()
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    merges = [" ".join(map(spelled, _apply(ranks, token, rank))) for token, rank in ranks.items() if rank >= 256]
-    return _saved({spelled(token): rank for token, rank in ranks.items()} | dict(others), merges)
+    spelled = {token: "".join(_SPELLING[byte] for byte in token) for token in tokens}
+    merges = [" ".join(spelled[part] for part in _apply(ranks, token, ranks[token])) for token in tokens[256:]]
+    return _saved({spelled[token]: rank for token, rank in ranks.items()} | dict(others), merges)
 
 
 def _saved(vocab: Mapping[str, int], merges: Sequence[str]) -> dict[str, bytes]:
@@ -95,9 +96,8 @@ def build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Vocab
     for number, line in enumerate(lines, 1):
         where, parts = f"{merges_path}, merge {number}, {line[:200]!r}", line.split(" ")
         if len(parts) != 2 or any(part not in vocab for part in (*parts, "".join(parts))):
-            raise TokenizerError(
-                f"{where}: not two tokens that make a third one: {cure(merges_path)}, and {vocab_path.name}"
-            )
+            remedy = f"{cure(merges_path)}, and {vocab_path.name}"
+            raise TokenizerError(f"{where}: not two tokens that make a third one: {remedy}")
         try:
             left, right = map(to_bytes, parts)
         except KeyError:
@@ -131,11 +131,6 @@ def _apply(ranks: Mapping[bytes, int], token: bytes, below: float = math.inf) ->
 def to_bytes(spelling: str) -> bytes:
     """The bytes of a token. Raises KeyError for what is not spelled as byte-level tokens are."""
     return bytes([ALPHABET[char] for char in spelling])
-
-
-def spelled(token: bytes) -> str:
-    """How files spell a token."""
-    return "".join(_SPELLING[byte] for byte in token)
 
 
 def text_bytes(spelling: str) -> bytes:

@@ -91,7 +91,19 @@ def test_json_holds_the_whole_record(run: Any, folder: Path) -> None:
     )
     records = [json.loads(line) for line in out.splitlines()]
     assert (code, err, len(records)) == (0, "", 2)
-    keys = ["id", "sample", "prompt", "prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs", "model"]
+    keys = [
+        "id",
+        "sample",
+        "prompt",
+        "prompt_ids",
+        "text",
+        "ids",
+        "finish_reason",
+        "seed",
+        "logprobs",
+        "score",
+        "model",
+    ]
     assert all(list(record) == keys for record in records)
     first = records[0]
     assert (first["prompt"], first["sample"], first["model"]) == ("Caf\u00e9", 0, str(folder))

@@ -32,6 +32,9 @@ USES: dict[str, dict[str, Any]] = {
     "min_new": {"max_new_tokens": 12, "min_new_tokens": 5, "stop_ids": range(0, 131, 2), "temperature": 1.0, "seed": 1},
     "slide": {"max_new_tokens": 70, "overflow": "slide", "stop_ids": ()},
     "samples": {"max_new_tokens": 9, "temperature": 1.0, "seed": 3, "samples": 3},
+    "words": {"max_new_tokens": 9, "bad_words_ids": [[3, 4], [7]], "sequence_bias": [[(5, 5), 4.0]]},
+    "typical": {"max_new_tokens": 6, "temperature": 1.0, "seed": 3, "typical_p": 0.9, "eta_cutoff": 0.01},
+    "beams": {"max_new_tokens": 6, "num_beams": 2, "stop_ids": ()},
     "ablated": {"max_new_tokens": 9, "ablate": ["0.1", "1.0"]},
 }
 

@@ -27,7 +27,7 @@ from hub_server import HubServer, environment
 from minigpt.errors import CheckpointError, ModelNotFoundError
 from minigpt.files import hub as hub_module
 from minigpt.files import locate as locate_module
-from minigpt.files.aliases import ALIASES
+from minigpt.files.hub import ALIASES
 from minigpt.files.locate import locate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from conftest import DEVICES
 from judge import judge
 
 from minigpt import ModelNotFoundError
-from minigpt.files.aliases import ALIASES
+from minigpt.files.hub import ALIASES
 from minigpt.files.locate import locate
 from minigpt.parity import run
 from minigpt.parity.check import Check
