@@ -197,6 +197,7 @@ def test_a_changed_model_is_seen(cuda: Any, change: str, within: bool) -> None:
     """A graph went on with the old weight, by then freed memory. Within a call, what a step counts is seen."""
     if (within and change == "the scale") or (cuda and change == "its memory"):
         pytest.skip("seen from the next call on; the simulated CUDA device cannot change a tensor's memory")
+    warnings.simplefilter("error")  # of a graph that failed; pytest puts the filters back
     results = []
     for device in ("cpu", "cuda"):
         lm = LanguageModel(small().to(device))
