@@ -44,7 +44,6 @@ class LanguageModel:
     tokenizer: Tokenizer; None, or the TokenizerError that reading it raised: prompts are then token ids.
     end_ids: the model's own end ids; None: those of its config.
     defaults: what the checkpoint's generation_config.json sets. Nothing uses it unless you pass it as params.
-
     config: GPT2Config.     device, dtype: where the weights are, and in what format.
     limits: what decoding must know of the model.
     """
@@ -178,9 +177,7 @@ class LanguageModel:
         if params.samples != 1:
             raise ValueError(f"stream gives one sample, not {params.samples}: use generate for several")
         if params.num_beams != 1:
-            raise ValueError(
-                "stream shows each token as it is drawn, and num_beams above 1 decides later: use generate"
-            )
+            raise ValueError("stream shows tokens as they are drawn, num_beams above 1 decides later: use generate")
         if not is_one_prompt(prompt) and len(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
         checked = Prompt(lm.encode(prompt, special=special), params, lm.limits)
@@ -257,12 +254,11 @@ class LanguageModel:
         counts = [key for at in self.model.modules() for key in (*at._forward_hooks, *at._forward_pre_hooks)]
         counts += [0 if one.is_inference() else one._version for one in self.model.parameters()]
         state = [*map(id, parts), *counts]
-        known = self._without.get(pairs)
-        if known is None or known[0] != state:
+        if (known := self._without.get(pairs)) is None or known[0] != state:
             model = heads.without_heads(self.model, pairs)
             lm = LanguageModel(model, self._tokenizer, self.limits.end_ids, defaults=self.defaults)
             known = self._without[pairs] = (state, parts, lm)
-            while len(self._without) > 4:
+            if len(self._without) > 4:
                 self._without.pop(next(iter(self._without)), None)
         return known[2]
 

@@ -114,8 +114,8 @@ def compare(lm: LanguageModel, choices: list[dict[str, Any]], params: SamplingPa
 @pytest.mark.parametrize("number", range(len(REQUESTS)))
 def test_the_openai_client_gets_what_the_library_gives(lm: LanguageModel, client: Any, number: int) -> None:
     body, options = REQUESTS[number]
-    theirs = {name: value for name, value in body.items() if name in ("prompt", "max_tokens", "temperature", "n", "stop",
-                                                                      "seed", "top_p", "logit_bias")}  # fmt: skip
+    known = ("prompt", "max_tokens", "temperature", "n", "stop", "seed", "top_p", "logit_bias")
+    theirs = {name: value for name, value in body.items() if name in known}
     ours = {name: value for name, value in body.items() if name not in theirs}
     done = client.completions.create(model="demo", **theirs, extra_body={**ours, **(NEUTRAL if number == 0 else {})})
     choices = [choice.model_dump() for choice in done.choices]
@@ -416,7 +416,8 @@ def test_200_clients_vanish(served: Served, lm: LanguageModel) -> None:
     def vanish(seconds: float, stream: bool, cut: int | None) -> None:
         """Send a request, or the first bytes of one; hang up after that time."""
         content = json.dumps({**body, "stream": stream}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(content)}"
         with socket.create_connection(("127.0.0.1", served.port), timeout=30) as wire:
             wire.sendall((head.encode() + b"\r\n\r\n" + content)[:cut])
             time.sleep(seconds)
@@ -463,7 +464,8 @@ def test_a_slow_reader_keeps_nobody_waiting(served: Served, lm: LanguageModel) -
 def test_500_malformed_bodies(served: Served) -> None:
     chosen = random.Random(0)
     good = {"prompt": "a", "max_tokens": 3, "temperature": 0.5, "n": 1, "stop": ["x"], "seed": 1, "logprobs": 1,
-            "echo": False, "stream": False, "logit_bias": {"5": 1}, "top_p": 0.5, "top_k": 3, "stop_ids": [3]}  # fmt: skip
+            "echo": False, "stream": False, "logit_bias": {"5": 1}, "top_p": 0.5, "top_k": 3,
+            "stop_ids": [3]}  # fmt: skip
     wrong: list[Any] = [
         {},
         {"a": 1},
@@ -511,7 +513,8 @@ def test_500_malformed_bodies(served: Served) -> None:
 
 
 def test_bytes_that_are_no_http(served: Served) -> None:
-    for data in (b"\x00" * 2000, b"GET / HTTP/9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    for data in (b"\x00" * 2000, b"GET / HTTP/9\r\n\r\n",
+                 b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
                  b"GET / HTTP/1.1\r\n" + b"A: " + b"x" * 100_000 + b"\r\n\r\n"):  # fmt: skip
         with socket.create_connection(("127.0.0.1", served.port), timeout=30) as wire:
             wire.sendall(data)
