@@ -15,13 +15,13 @@ from torch import Tensor
 from minigpt import prompts as given
 from minigpt.checks import integer, short_repr
 from minigpt.decoding.batch import in_order
+from minigpt.decoding.cuda_graph import graphs_of
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
 from minigpt.errors import PromptError, TokenizerError
 from minigpt.files.checkpoint import write_checkpoint
 from minigpt.interpret import heads
-from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2, undisturbed
 from minigpt.network.products import forget
 from minigpt.prompts import Task, Text, is_one_prompt, listed
@@ -56,8 +56,7 @@ class LanguageModel:
         *,
         defaults: SamplingParams | None = None,
     ) -> None:
-        self.model = model.eval()
-        self.config: GPT2Config = model.config
+        self.model, self.config, self.graphs = model.eval(), model.config, graphs_of(model)
         self.defaults, self._tokenizer = defaults or SamplingParams(), tokenizer
         self.limits = Limits.of(self.config, tokenizer if isinstance(tokenizer, Tokenizer) else None, end_ids)
         self._without: dict[frozenset[tuple[int, int]], tuple[list[int], list[Any], LanguageModel]] = {}
@@ -272,8 +271,9 @@ class LanguageModel:
         self._without.clear()
 
     def release(self) -> None:
-        """Give back what is only kept for speed: the last ablated models."""
+        """Give back the memory that is only kept for speed: the last ablated models, CUDA graphs not in use."""
         self._without.clear()
+        self.graphs.release()
 
 
 def _completed(result: Completion | Failure) -> Completion:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
+from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
 
-from minigpt.decoding.sequence import Completion, Failure, Sequence, Step
+from minigpt.decoding.cuda_rows import cache_for
+from minigpt.decoding.sequence import Completion, Drawn, Failure, Sequence, Step
 from minigpt.decoding.step import Steps
 from minigpt.errors import CheckpointError, MiniGPTError
-from minigpt.network.cache import KVCache
 from minigpt.network.model import GPT2, undisturbed
 
 Waiting = Iterator[Sequence | Failure | None]  # None: nothing yet
-Drawn = Generator[tuple[Sequence | Failure, Step | None], None, None]
+Decoded = Generator[tuple[Sequence | Failure, Step | None], None, None]
 
 
-def decode(model: GPT2, waiting: Waiting, slots: int) -> Drawn:
+def decode(model: GPT2, waiting: Waiting, slots: int) -> Decoded:
     """Continue the sequences, at most `slots` at a time: each with the Step it has drawn, as soon as it is drawn.
 
     A sequence that fails comes with None, its `error` set; so do a Failure, and a sequence that is to draw nothing.
@@ -59,10 +60,8 @@ class Batch:
     """Sequences that are continued together, and the cache that they share."""
 
     def __init__(self, model: GPT2, slots: int) -> None:
-        weight = model.wpe.weight  # its dtype is that of the activations
         self.model, self.rows = model, list[Sequence]()
-        self.device = weight.device
-        self.cache = KVCache(model.config, slots, 1, device=weight.device, dtype=weight.dtype, rows=0)
+        self.device, self.cache = model.wpe.weight.device, cache_for(model, slots)
         self.steps = Steps(model)
 
     def admit(self, row: Sequence) -> Tensor:
@@ -85,8 +84,8 @@ class Batch:
         hidden = self.model.hidden(torch.tensor([ids], device=self.device), self.cache.row(slot))  # (1, T, E)
         return self.model.head(hidden[0, -1])
 
-    def step(self) -> Tensor:
-        """Feed the last token of each row: the logits after it, [B,V]."""
+    def step(self) -> SequenceOf[Drawn | Tensor] | Tensor:
+        """Feed the last token of each row: the logits after it, [B,V], or what it draws."""
         with undisturbed(self.model), torch.inference_mode():
             for slot, row in enumerate(self.rows):
                 if row.source is not None:  # a beam that another one has forked into
@@ -97,11 +96,10 @@ class Batch:
                     self.cache.cut(slot, 0)
                     if len(row.context) > 1:
                         self.prefill(slot, row.context[:-1])
-            last = torch.tensor([row.history[-1:] for row in self.rows], device=self.device)  # (B, 1)
-            return self.steps(last, self.cache)[:, -1]
+            return self.steps.draw(self.rows, self.cache)
 
-    def accept(self, row: Sequence, logits: Tensor) -> Step | None:
-        """The row's draw from logits [V]. Where the logits are not finite, its error names the weight at fault."""
+    def accept(self, row: Sequence, logits: Tensor | Drawn) -> Step | None:
+        """The row's draw, from logits [V]. Where they are not finite, its error names the weight at fault."""
         step = row.accept(logits)
         if isinstance(row.error, CheckpointError):
             damaged = [name for name, weight in self.model.named_parameters() if not weight.isfinite().all()]

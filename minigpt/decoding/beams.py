@@ -35,7 +35,7 @@ class Beam(Sequence):
         super().__init__(prompt, params, 0, limits)
         self.search, self.drawn = search, Drawn()
 
-    def accept(self, logits: Tensor) -> Step | None:
+    def accept(self, logits: Tensor) -> Step | None:  # type: ignore[override]  # no graph draws for beams
         """Wait for the other beams' logits; with the last ones, all go a step further. Steps come at the end."""
         self.search.logits[self] = logits
         try:

@@ -162,6 +162,8 @@ def keep_top_p(logits: Tensor, p: float, keep: int = 1) -> Tensor:
         if n_removed == 0 or ascending[n_removed - 1] < kept:
             return logits.masked_fill(logits < kept, -math.inf)
         # Equal logits on both sides of the cut: which of them stay is decided by where torch.sort puts each.
+    if torch.are_deterministic_algorithms_enabled() and logits.is_cuda:  # CUDA's cumsum raises then
+        return keep_top_p(logits.cpu(), p).to(logits.device)
     ascending, order = torch.sort(logits, descending=False)
     remove = ascending.softmax(-1).cumsum(-1) <= 1 - p
     remove[-keep:] = False

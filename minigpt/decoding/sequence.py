@@ -27,6 +27,9 @@ class TokenLogprob:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
+Drawn = tuple[int, TokenLogprob | None]
+
+
 @dataclass(frozen=True)
 class Step:
     """One drawn token. `text` is ready to be shown: whole characters, and nothing that may begin a stop string.
@@ -143,7 +146,7 @@ class Sequence:
         self.seed = params.seed
         if params.temperature > 0:
             self.seed = fresh_seed() if params.seed is None else (params.seed + sample) % 2**64
-        self._generator: torch.Generator | None = None
+        self.generator: torch.Generator | None = None
 
     @property
     def over(self) -> bool:
@@ -166,8 +169,8 @@ class Sequence:
         size = self.limits.n_positions
         return self.history if len(self.history) <= size else self.history[-max(size // 2, 1) :]
 
-    def accept(self, logits: Tensor) -> Step | None:
-        """Draw a token from the logits [V]. None if that fails: this sequence ends, with `error` set, and only this."""
+    def accept(self, logits: Tensor | Drawn) -> Step | None:
+        """Take a token, or draw it from logits [V]. None if that fails: this sequence ends, with an `error`."""
         try:
             return self._draw(logits)
         except MiniGPTError as error:
@@ -175,13 +178,15 @@ class Sequence:
             return None
 
     @torch.inference_mode()
-    def _draw(self, logits: Tensor) -> Step:
-        """Draw a token from the logits [V] and take it."""
+    def _draw(self, logits: Tensor | Drawn) -> Step:
+        """Take the token that is drawn, or draw it from the logits [V]."""
+        if not isinstance(logits, Tensor):
+            return self.take(*logits, self.late)
         params, barred = self.params, self.limits.undecodable_ids
         scores = process(logits, self.history, len(self.steps), params, self.end_ids, barred)
-        if params.temperature > 0 and self._generator is None:
-            self._generator = torch.Generator(logits.device).manual_seed(self.seed or 0)
-        id = draw(scores, params, self._generator)
+        if params.temperature > 0 and self.generator is None:
+            self.generator = torch.Generator(logits.device).manual_seed(self.seed or 0)
+        id = draw(scores, params, self.generator)
         return self.take(id, self.logprob(logits, id), self.late)
 
     def logprob(self, logits: Tensor, id: int) -> TokenLogprob | None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from minigpt.decoding.cuda_graph import Graph
+from minigpt.decoding.cuda_rows import Slots
+from minigpt.decoding.sequence import Drawn, Sequence
 from minigpt.network import model as gpt2
 from minigpt.network.cache import KVCache
 from minigpt.network.linear import Dropout, Embedding, Linear, taken
@@ -26,20 +27,27 @@ _METHODS = {"_call_impl", "forward", "hidden", "head", "logits", "positions"}
 
 
 class Steps:
-    """The steps of one call, in inference mode: by a CUDA graph, where that pays; else bound; else by the modules."""
+    """The steps of one call, in inference mode: bound, or else by the modules. Not for several threads at once."""
 
     def __init__(self, model: gpt2.GPT2) -> None:
-        self.model, self.graph = model, Graph()
+        self.model = model
         self.state: list[int] | None = None  # while it stays, `step` is right
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Token ids [B,T] -> logits [B,T,V], which the next step may overwrite; the cache moves on."""
         if self.state is None or self.state != self._state():
             self._bind()
-        if self.step is None:
-            return self.model.head(self.model.hidden(ids, cache))
-        replayed = self.graph(self.step, ids, cache)
-        return self.step(ids, cache) if replayed is None else replayed
+        return self.step(ids, cache) if self.step else self.model.head(self.model.hidden(ids, cache))
+
+    def draw(self, rows: list[Sequence], cache: KVCache) -> list[Drawn | Tensor] | Tensor:
+        """Feed each row's last token: the logits [B,V]; or what the rows draw, by a CUDA graph, where there is one."""
+        if self.state is None or self.state != self._state():
+            self._bind()
+        drawn = cache.draw(self.step, rows) if isinstance(cache, Slots) else None
+        if drawn is not None:
+            return drawn
+        last = torch.tensor([row.history[-1:] for row in rows], device=cache.keys.device)  # (B, 1)
+        return self(last, cache)[:, -1]
 
     def _bind(self) -> None:
         each = ((at._parameters, at._buffers, at._modules) for at in self.model.modules())
@@ -49,7 +57,6 @@ class Steps:
         self.matrices = [weight for weight in self.weights if weight.dim() == 2]
         self.counted = [weight for weight in self.matrices if not weight.is_inference()]
         self.step = bound(self.model)
-        self.graph.forget()
         self.state = self._state()
 
     def _state(self) -> list[int]:
@@ -87,8 +94,9 @@ def _is_plain(model: Any) -> bool:
     changed = (at.training or at._compiled_call_impl or not vars(at).keys().isdisjoint(_METHODS) for at in modules)
     if [type(module) for module in modules] != kinds or gpt2.has_hooks(model) or any(changed):
         return False
-    masks, weights = {id(block.attn.mask) for block in model.h}, model.parameters()
-    return len({(weight.device, weight.dtype) for weight in weights}) == len(masks) == 1
+    first = model.h[0].attn.mask  # `.to(device)` gives each block one of its own
+    alike = (at is first or (at.is_cuda and torch.equal(at, first)) for at in (block.attn.mask for block in model.h))
+    return len({(weight.device, weight.dtype) for weight in model.parameters()}) == 1 and all(alike)
 
 
 def _block(block: Any) -> Callable[[Tensor, KVCache, Tensor | None], Tensor]:

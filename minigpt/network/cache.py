@@ -131,21 +131,3 @@ class KVCache:
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, longer, 0, 0, 0, more))
             keys = torch.nn.functional.pad(self.keys.transpose(3, 4), (0, longer, 0, 0, 0, 0, 0, more)).transpose(3, 4)
             self.keys = keys if keys.is_cpu else keys.contiguous()
-
-
-class StaticCache(KVCache):
-    """Another cache's memory, for a CUDA graph: all rows over all positions, so that no Python number ever changes."""
-
-    start = None  # rows may differ in length
-
-    def __init__(self, cache: KVCache, at: Tensor) -> None:
-        self.keys, self.values, self._whole, self._seen = cache.keys, cache.values, None, None
-        # at: positions [B,T] of the new tokens, each below max_len. The caller moves them on.
-        self.at, self.rows = at, torch.arange(len(at), device=at.device)[:, None]
-        self.lengths = [cache.max_len - at.shape[1]] * len(at)  # a step ends with every row full
-
-    def indices(self, n_new: int) -> tuple[Tensor, Tensor]:
-        return self.rows, self.at.detach()  # another object each time, so that `visible` is recorded, too
-
-    def advance(self, n_new: int) -> None:
-        """The caller does."""

@@ -40,6 +40,8 @@ def find_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
             "float32 results will differ from the CPU's in the third digit",
             stacklevel=3,
         )
+    if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+        warnings.warn(f"{device} has no fast bfloat16 arithmetic: float16 is faster there", stacklevel=3)
     found: torch.dtype = getattr(torch, name)
     return found
 

@@ -49,10 +49,14 @@ def attention_weights(
 ) -> Tensor:
     """softmax(Q K^T * scale + mask), [B,H,T,S]: each row sums to 1 (until dropout, in training)."""
     keys = k.transpose(-2, -1)  # (B, H, S, D) -> (B, H, D, S)
-    scores = (q.float() @ keys.float() if upcast else q @ keys) * scale  # (B, H, T, S)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))
-    weights = F.softmax(scores, dim=-1).to(q.dtype)
+    dtype, q, keys = q.dtype, q.float() if upcast else q, keys.float() if upcast else keys
+    if visible is not None and visible.is_floating_point():  # 0 or -inf, [B,H,T,S], from CUDA graphs: one operator
+        parts = (part.flatten(0, 1) for part in (visible, q, keys))  # (B, H, ...) -> (B*H, ...)
+        scores = torch.baddbmm(*parts, alpha=scale).view_as(visible)
+    else:
+        scores = q @ keys * scale  # (B, H, T, S)
+        scores = scores if visible is None else scores.masked_fill(~visible, float("-inf"))
+    weights = F.softmax(scores, dim=-1).to(dtype)
     return F.dropout(weights, dropout) if dropout else weights
 
 
@@ -60,11 +64,17 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, dropout: float = 0.0, upcast: bool = False
 ) -> Tensor:
     """softmax(Q K^T * scale + mask) V, [B,H,T,D], mostly by PyTorch's fused attention, which holds no weights."""
-    # It takes the scores in the dtype of q and k. For one query on a CPU, the formula is up to 1.4 times as fast.
-    if (q.shape[2] == 1 and q.is_cpu) or (upcast and q.dtype != torch.float32):
+    # It takes the scores in the dtype of q and k. For one query, on a CPU, the formula is up to 1.4 times as fast.
+    T = q.shape[2]
+    if T == 1 or (upcast and q.dtype != torch.float32):
         return attention_weights(q, k, visible, scale, dropout, upcast) @ v  # (B, H, T, S) @ (B, H, S, D)
     # is_causal aligns its triangle at the top left, which is right only where no token came before.
     square = visible is not None and visible.dim() == 2 and q.shape == k.shape
+    if q.is_cuda and not square:
+        return attention_weights(q, k, visible, scale, dropout) @ v
+    if q.is_cuda:  # cuDNN plans for each new shape, 0.1 s and more: it meets multiples of 64, the padding hidden
+        q, k, v = (F.pad(x, (0, 0, 0, -T % 64)) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale)[:, :, :T]
     return F.scaled_dot_product_attention(q, k, v, None if square else visible, dropout, is_causal=square, scale=scale)
 
 
