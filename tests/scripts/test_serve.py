@@ -283,7 +283,10 @@ def test_a_client_that_gives_up_frees_its_rows(served: Served, client: Any) -> N
         impatient.completions.create(**long)
     served.idle()
     with client.completions.create(**long, stream=True) as stream:
-        assert next(stream).choices and served.health()["running"] == 8 and served.health()["waiting"] == 1
+        assert next(stream).choices
+        while (health := served.health())["running"] < 8:
+            time.sleep(0.01)
+        assert (health["running"], health["waiting"]) == (8, 1)
     served.idle()
     assert client.completions.create(model="demo", prompt="a").choices
 
@@ -496,6 +499,7 @@ def test_500_malformed_bodies(served: Served) -> None:
             name, value = chosen.choice(list(good)), chosen.choice(wrong)
             fine = (value == {} and name == "logit_bias") or (name in ("echo", "stream") and value is True)
             fine = fine or (name in ("top_p", "temperature") and value == 0)
+            fine = fine or (name == "temperature" and isinstance(value, float) and 0 < value < 1e309)
             if (
                 not fine
                 and not (isinstance(value, str) and (name, value) in fits)
