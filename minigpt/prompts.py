@@ -61,8 +61,8 @@ def final(params: SamplingParams | None, overrides: Mapping[str, object]) -> Sam
     """The params with the overrides in place. Warns of options that have no effect."""
     params = (params or SamplingParams()).over(overrides)
     if unused := params.without_effect():
-        names = ", ".join(unused)
-        warnings.warn(f"{names} has no effect at temperature 0, which is greedy decoding", stacklevel=4)
+        names = f"{', '.join(unused)} {'have' if len(unused) > 1 else 'has'}"
+        warnings.warn(f"{names} no effect at temperature 0, which is greedy decoding", stacklevel=4)
     return params
 
 

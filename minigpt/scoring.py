@@ -164,9 +164,9 @@ def _alone(text: Text, bos: bool, stride: int | None, encode: Encode, limits: Li
     """A text without a context. Raises PromptError for one that is too long."""
     ids = [*(_beginning(limits) if bos else []), *encode(text)]
     if len(ids) > limits.n_positions and stride is None:
-        raise PromptError(
-            f"the text has {len(ids)} tokens, but the model's context is {limits.n_positions}: give a stride"
-        )
+        size = limits.n_positions
+        message = f"the text has {len(ids)} tokens, but the model's context is {size}: give a stride"
+        raise PromptError(f"{message}, such as {max(size // 2, 1)}")
     return Window(ids, 1)
 
 

@@ -167,7 +167,7 @@ def test_a_row_that_fails_leaves_no_nan_for_the_next_in_its_slot(batch_size: int
 
 
 def test_options_without_effect_are_said(lm: LanguageModel) -> None:
-    with pytest.warns(UserWarning, match="top_k, seed has no effect at temperature 0"):
+    with pytest.warns(UserWarning, match="top_k, seed have no effect at temperature 0"):
         lm.generate([3], top_k=5, seed=1, max_new_tokens=1)
     with pytest.warns(UserWarning, match="samples has no effect"):
         lm.generate([3], samples=2, max_new_tokens=1)
