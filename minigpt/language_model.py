@@ -59,7 +59,7 @@ class LanguageModel:
         self.model, self.config, self.graphs = model.eval(), model.config, graphs_of(model)
         self.defaults, self._tokenizer = defaults or SamplingParams(), tokenizer
         self.limits = Limits.of(self.config, tokenizer if isinstance(tokenizer, Tokenizer) else None, end_ids)
-        self._without: dict[frozenset[tuple[int, int]], tuple[list[int], list[Any], LanguageModel]] = {}
+        self._without: dict[frozenset[tuple[int, int]], tuple[list[Any], list[Any], LanguageModel]] = {}
 
     def __repr__(self) -> str:
         millions, dtype = sum(one.numel() for one in self.model.parameters()) / 1e6, str(self.dtype)[len("torch.") :]
@@ -245,19 +245,20 @@ class LanguageModel:
     def without(self, ablate: Iterable[str]) -> LanguageModel:
         """This model with heads, named "layer.head", switched off; itself where none is named.
 
-        It shares all memory but the W_O of the named layers. The last four are kept until the model changes.
+        It shares all memory but the W_O of the named layers. Four are kept until the model changes.
         """
         pairs = frozenset(heads.named_heads(self.config, ablate))
         if not pairs:
             return self
-        parts = [*self.model.modules(), *self.model.parameters()]  # held, so that no id is used again
-        counts = [key for at in self.model.modules() for key in (*at._forward_hooks, *at._forward_pre_hooks)]
-        counts += [0 if one.is_inference() else one._version for one in self.model.parameters()]
-        state = [*map(id, parts), *counts]
+        modules, weights = list(self.model.modules()), list(self.model.parameters())
+        hooks = [key for at in modules for key in (*at._forward_hooks, *at._forward_pre_hooks)]
+        # object(): equal to nothing, as nobody counts what an optimizer writes
+        counts = [object() if w.requires_grad else 0 if w.is_inference() else w._version for w in weights]
+        state = [*map(id, [*modules, *weights]), *hooks, *counts]
         if (known := self._without.get(pairs)) is None or known[0] != state:
             model = heads.without_heads(self.model, pairs)
             lm = LanguageModel(model, self._tokenizer, self.limits.end_ids, defaults=self.defaults)
-            known = self._without[pairs] = (state, parts, lm)
+            known = self._without[pairs] = (state, [modules, weights], lm)  # held, so that no id is used again
             if len(self._without) > 4:
                 self._without.pop(next(iter(self._without)), None)
         return known[2]
@@ -265,8 +266,7 @@ class LanguageModel:
     def weights_changed(self) -> None:
         """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code.
 
-        A model that `without` gave must be told by itself, if you hold it.
-        """
+        A model from `without` that you hold has its own call."""
         forget(self.model)
         self._without.clear()
 
