@@ -35,19 +35,24 @@ class Steps:
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Token ids [B,T] -> logits [B,T,V], which the next step may overwrite; the cache moves on."""
-        if self.state is None or self.state != self._state():
-            self._bind()
-        return self.step(ids, cache) if self.step else self.model.head(self.model.hidden(ids, cache))
+        self._look()
+        return self._logits(ids, cache)
 
     def draw(self, rows: list[Sequence], cache: KVCache) -> list[Drawn | Tensor] | Tensor:
         """Feed each row's last token: the logits [B,V]; or what the rows draw, by a CUDA graph, where there is one."""
-        if self.state is None or self.state != self._state():
-            self._bind()
+        self._look()
         drawn = cache.draw(self.step, rows) if isinstance(cache, Slots) else None
         if drawn is not None:
             return drawn
         last = torch.tensor([row.history[-1:] for row in rows], device=cache.keys.device)  # (B, 1)
-        return self(last, cache)[:, -1]
+        return self._logits(last, cache)[:, -1]
+
+    def _logits(self, ids: Tensor, cache: KVCache) -> Tensor:
+        return self.step(ids, cache) if self.step else self.model.head(self.model.hidden(ids, cache))
+
+    def _look(self) -> None:
+        if self.state is None or self.state != self._state():
+            self._bind()
 
     def _bind(self) -> None:
         each = ((at._parameters, at._buffers, at._modules) for at in self.model.modules())

@@ -64,14 +64,14 @@ def test_a_stream_is_closed_from_another_thread(lm: LanguageModel, monkeypatch: 
     next(stream)
     hidden = lm.model.hidden
     steps = type(stream._drawn.gi_frame.f_locals["batch"].steps)
-    call = steps.__call__
+    draw = steps.draw
 
     def slow(self: object, *args: object) -> object:
         inside.set()
         assert go_on.wait(20)
-        return call(self, *args)
+        return draw(self, *args)
 
-    monkeypatch.setattr(steps, "__call__", slow)
+    monkeypatch.setattr(steps, "draw", slow)
     with ThreadPoolExecutor(1) as pool:
         rest = pool.submit(list, stream)
         assert inside.wait(20)
@@ -200,7 +200,7 @@ def test_a_model_says_what_it_is(lm: LanguageModel) -> None:
 
 def test_ablated_calls_follow_the_model() -> None:
     """Weights, layers and hooks that come and go after the first ablated call."""
-    lm = LanguageModel(from_hf(hf_model()))
+    lm = LanguageModel(from_hf(hf_model()).requires_grad_(False))
     params = SamplingParams(max_new_tokens=8, stop_ids=())
     first = lm.generate([3], params, ablate=["0.1"])
     assert lm.without(["0.1"]) is lm.without(["0.1", "0.1"]) and lm.without([]) is lm
