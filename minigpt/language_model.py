@@ -295,6 +295,5 @@ def save(lm_or_model: LanguageModel | GPT2, folder: str | os.PathLike[str], dtyp
     elif isinstance(lm_or_model, GPT2):
         write_checkpoint(lm_or_model, Path(folder), dtype)
     else:
-        raise TypeError(
-            f"save takes a minigpt model, not {type(lm_or_model).__name__}, which has save_pretrained(folder)"
-        )
+        kind = type(lm_or_model).__name__
+        raise TypeError(f"save takes a minigpt model, not {kind}: those of transformers have save_pretrained(folder)")

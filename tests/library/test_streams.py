@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,3 +228,11 @@ def test_ablated_calls_follow_an_optimizer_that_counts_nothing() -> None:
     fresh = LanguageModel(copy.deepcopy(lm.model)).score([3, 4, 5, 6], ablate=["0.1"])
     assert after.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)  # measured: 0, on two threads
     assert after.logprobs != pytest.approx(before.logprobs, abs=0.1)
+
+
+def test_save_and_load_say_what_they_take(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"not GPT2LMHeadModel: those of transformers have save_pretrained\(folder\)"):
+        minigpt.save(hf_model(), tmp_path / "new")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a name or a folder, not a GPT2LMHeadModel"):
+        minigpt.load(hf_model())  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
