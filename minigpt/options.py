@@ -107,7 +107,7 @@ def _one_of(name: str, value: Any, choices: tuple[object, ...]) -> Any:
 def _ids(name: str, value: Any) -> tuple[int, ...] | None:
     if name == "stop_ids" and isinstance(value, str) and value == "model":
         return None
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a list of token ids, not {short_repr(value)}")
     return tuple(integer(f"each id in {name}", item, 0) for item in value)
 
@@ -120,7 +120,7 @@ def _sequence(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a list of lists of token ids, not {short_repr(value)}")
     return tuple(_sequence(name, item) for item in value)
 
@@ -134,7 +134,8 @@ def _sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float]
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
+    one = isinstance(value, (str, Mapping)) or not isinstance(value, Iterable)
+    texts = (value,) if one else tuple(value)
     for text in texts:
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} must be a non-empty string or a list of them, not {short_repr(value)}")
