@@ -21,7 +21,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_homes()])
+    return sorted({*globals(), *_homes()})
 
 
 def _homes() -> dict[str, str]:

@@ -23,3 +23,7 @@ class DeviceError(MiniGPTError):
 
 class PromptError(MiniGPTError, ValueError):
     """The prompt cannot be used: too long, ids outside the vocabulary, the wrong type."""
+
+
+class NoTokenError(MiniGPTError):
+    """The parameters bar every token: there is none left to draw."""

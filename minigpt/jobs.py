@@ -2,7 +2,7 @@
 
 Lines in:   {"prompt": "Once"} or {"ids": [7454]}, with any of "id", "special" and the fields of SamplingParams.
 Records out, in the order of the lines, one for each completion:
-            id, sample, prompt, prompt_ids, text, ids, finish_reason, seed, logprobs, model
+            id, sample, prompt, prompt_ids, text, ids, finish_reason, seed, logprobs, score, model
 and for what failed: id, line, error (and sample, where the line's other samples did not fail).
 To score:   {"text": " upon a time"} with any of "context", "id" and "special"; the records are those of score_record.
 
@@ -27,8 +27,8 @@ from minigpt.lines import Line, Source, name_of, numbered, read, read_lines, sur
 from minigpt.records import Output, as_record, score_figures
 
 if TYPE_CHECKING:
-    from minigpt.decoding.prompts import Task
     from minigpt.language_model import LanguageModel
+    from minigpt.prompts import Task
 
 
 def records(
@@ -38,7 +38,7 @@ def records(
     model: str,
     batch_size: int = 8,
     special: bool = False,
-    on_line: Callable[[Line], None] | None = None,
+    on_line: Callable[[Line], object] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
     """The records of `lines`, in order, as they are done; lines are read as rows become free.
 
@@ -54,7 +54,7 @@ def records(
         if line.error is not None:
             return Failure(ValueError(line.error))
         params = line.params
-        if line.skip:  # sample j draws with seed + j
+        if line.skip and params.num_beams == 1:  # sample j draws with seed + j; a search gives all anew
             seed = params.seed if params.temperature == 0 else ((params.seed or 0) + line.skip) % 2**64
             params = replace(params, samples=params.samples - line.skip, seed=seed)
         try:
@@ -67,19 +67,19 @@ def records(
         if not waiting and isinstance(result, Failure):  # the lines themselves cannot be read on
             raise result.error
         line = waiting[0]
-        number = line.skip + sample
+        first = line.skip if line.params.num_beams == 1 else 0
+        number = first + sample
         whole = False
         if isinstance(result, Failure):
             whole = not result.started
             partial = {"sample": number} if result.started and line.params.samples > 1 else {}
             yield {"id": line.id, **partial, "line": line.number, "error": str(result.error)}
-        else:
+        elif number >= line.skip:
             yield as_record(line.id, number, line.prompt if isinstance(line.prompt, str) else None, result, model)
         sample += 1
-        if whole or line.skip + sample == line.params.samples:
+        if whole or first + sample == line.params.samples:
             waiting.popleft()
-            if on_line:
-                on_line(line)
+            on_line(line)
             sample = 0
 
 
@@ -117,6 +117,8 @@ def _text(line: Line, values: dict[str, Any]) -> Line:
 
 def _scores(lm: LanguageModel, lines: list[Line], special: bool, options: dict[str, Any]) -> list[Any]:
     """The lines' scores: of all together or, where that fails, of each by itself, or the error in its place."""
+    if not lines:
+        return []
     flags = {special if line.special is None else line.special for line in lines}
     contexts: Any = [line.context for line in lines] if any(line.context is not None for line in lines) else None
     texts: list[Any] = [line.prompt for line in lines]

@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
+from minigpt import prompts as given
 from minigpt.checks import integer, short_repr
-from minigpt.decoding import prompts as given
 from minigpt.decoding.batch import in_order
+from minigpt.decoding.cuda_graph import graphs_of
 from minigpt.decoding.params import SamplingParams
-from minigpt.decoding.prompts import Task, Text, is_one_prompt, listed
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
 from minigpt.errors import PromptError, TokenizerError
-from minigpt.files.write import write_checkpoint
+from minigpt.files.checkpoint import write_checkpoint
 from minigpt.interpret import heads
-from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2, undisturbed
 from minigpt.network.products import forget
+from minigpt.prompts import Task, Text, is_one_prompt, listed
 from minigpt.scoring import Score, score_texts
 from minigpt.text.tokenizer import Tokenizer
 
@@ -45,7 +44,6 @@ class LanguageModel:
     tokenizer: Tokenizer; None, or the TokenizerError that reading it raised: prompts are then token ids.
     end_ids: the model's own end ids; None: those of its config.
     defaults: what the checkpoint's generation_config.json sets. Nothing uses it unless you pass it as params.
-
     config: GPT2Config.     device, dtype: where the weights are, and in what format.
     limits: what decoding must know of the model.
     """
@@ -58,28 +56,15 @@ class LanguageModel:
         *,
         defaults: SamplingParams | None = None,
     ) -> None:
-        self.model = model.eval()
-        self.config: GPT2Config = model.config
-        self.defaults = defaults or SamplingParams()
-        self._tokenizer = tokenizer
-        V, bos, eos = self.config.vocab_size, self.config.bos_token_id, self.config.eos_token_id
-        own = end_ids if end_ids is not None else eos if isinstance(eos, tuple) else () if eos is None else (eos,)
-        known = tokenizer if isinstance(tokenizer, Tokenizer) else None
-        self.limits = Limits(
-            n_positions=self.config.n_positions,
-            vocab_size=V,
-            bos_id=bos if bos is not None and 0 <= bos < V else None,
-            end_ids=tuple(id for id in own if 0 <= id < V),
-            undecodable_ids=() if known is None else tuple(id for id in range(V) if id not in known),
-            tokenizer=known,
-        )
-        self._without: dict[frozenset[tuple[int, int]], tuple[list[int], list[Any], LanguageModel]] = {}
+        self.model, self.config, self.graphs = model.eval(), model.config, graphs_of(model)
+        self.defaults, self._tokenizer = defaults or SamplingParams(), tokenizer
+        self.limits = Limits.of(self.config, tokenizer if isinstance(tokenizer, Tokenizer) else None, end_ids)
+        self._without: dict[frozenset[tuple[int, int]], tuple[list[Any], list[Any], LanguageModel]] = {}
 
     def __repr__(self) -> str:
-        count = sum(weight.numel() for weight in self.model.parameters())
-        dtype = str(self.dtype).removeprefix("torch.")
+        millions, dtype = sum(one.numel() for one in self.model.parameters()) / 1e6, str(self.dtype)[len("torch.") :]
         tokenizer = self.limits.tokenizer.origin if self.limits.tokenizer else "none"
-        return f"LanguageModel({count / 1e6:.1f}M parameters, {self.device}, {dtype}, tokenizer: {tokenizer})"
+        return f"LanguageModel({millions:.1f}M parameters, {self.device}, {dtype}, tokenizer: {tokenizer})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_without": {}}  # for copy and pickle: kept ablations are made again
@@ -136,8 +121,7 @@ class LanguageModel:
         special: as in `encode`.    ablate: heads to switch off, as "layer.head".
         Raises PromptError for an unusable prompt, ValueError for a bad parameter, TypeError for an unknown one.
         """
-        prompt = listed(prompt)
-        single = is_one_prompt(prompt)
+        single = is_one_prompt(prompt := listed(prompt))
         completions = list(self.generate_many([prompt] if single else prompt, params, **options))
         return completions[0] if single and len(completions) == 1 else completions
 
@@ -158,11 +142,10 @@ class LanguageModel:
         prompt in it raises once those before it are given. Raises as `generate` does.
         """
         slots, lm, prompts = integer("batch_size", batch_size, 1, 4096), self.without(ablate), listed(prompts)
-        pairs: Iterable[tuple[Prompt, SamplingParams]]
         pairs = given.checked(prompts, params, overrides, partial(lm.encode, special=special), lm.limits)
         if isinstance(prompts, SequenceOf):
-            pairs = list(pairs)
-            slots = max(1, min(slots, sum(one.samples for _, one in pairs)))
+            pairs = iter(whole := list(pairs))
+            slots = max(1, min(slots, sum(max(one.samples, one.num_beams) for _, one in whole)))
         rows = (row for prompt, one in pairs for row in given.samples(prompt, one, lm.limits))
         return (_completed(result) for result in in_order(lm.model, rows, slots))
 
@@ -193,6 +176,8 @@ class LanguageModel:
         params, lm, prompt = given.final(params, overrides), self.without(ablate), listed(prompt)
         if params.samples != 1:
             raise ValueError(f"stream gives one sample, not {params.samples}: use generate for several")
+        if params.num_beams != 1:
+            raise ValueError("stream shows tokens as they are drawn, num_beams above 1 decides later: use generate")
         if not is_one_prompt(prompt) and len(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
         checked = Prompt(lm.encode(prompt, special=special), params, lm.limits)
@@ -245,15 +230,14 @@ class LanguageModel:
         text, lm = listed(text), self.without(ablate)
         single = is_one_prompt(text) or not len(text)
         texts, contexts = ([text], None if context is None else [context]) if single else (text, context)
+        encode = partial(lm.encode, special=special)
         with undisturbed(lm.model):
-            encode = partial(lm.encode, special=special)
             scores = score_texts(lm.model, lm.limits, encode, texts, contexts, bos, stride, logprobs)
         return scores[0] if single else scores
 
     def attention(self, text: Text, *, special: bool = False, ablate: Iterable[str] = ()) -> Tensor:
         """What each head attends to in a text, or token ids: [L,H,T,T] float32 on the CPU; rows attend to columns.
 
-        special: as in `encode`.    ablate: heads to switch off, as "layer.head".
         Raises PromptError for fewer than two tokens, or more than the context.
         """
         return heads.patterns(self.without(ablate).model, self.encode(text, special=special))
@@ -261,32 +245,35 @@ class LanguageModel:
     def without(self, ablate: Iterable[str]) -> LanguageModel:
         """This model with heads, named "layer.head", switched off; itself where none is named.
 
-        It shares all memory but the W_O of the named layers. The last four are kept until the model changes.
+        It shares all memory but the W_O of the named layers. Four are kept until the model changes.
         """
         pairs = frozenset(heads.named_heads(self.config, ablate))
         if not pairs:
             return self
-        weights = list(self.model.parameters())
-        parts = [*self.model.modules(), *weights]
-        state = [RemovableHandle.next_id, *map(id, parts), *(0 if w.is_inference() else w._version for w in weights)]
-        known = self._without.get(pairs)
-        if known is None or known[0] != state:
-            lm = LanguageModel(
-                heads.without_heads(self.model, pairs), self._tokenizer, self.limits.end_ids, defaults=self.defaults
-            )
-            known = self._without[pairs] = (state, parts, lm)  # the parts are held, so that no id is used again
-            while len(self._without) > 4:
+        modules, weights = list(self.model.modules()), list(self.model.parameters())
+        hooks = [key for at in modules for key in (*at._forward_hooks, *at._forward_pre_hooks)]
+        # object(): equal to nothing, as nobody counts what an optimizer writes
+        counts = [object() if w.requires_grad else 0 if w.is_inference() else w._version for w in weights]
+        state = [*map(id, [*modules, *weights]), *hooks, *counts]
+        if (known := self._without.get(pairs)) is None or known[0] != state:
+            model = heads.without_heads(self.model, pairs)
+            lm = LanguageModel(model, self._tokenizer, self.limits.end_ids, defaults=self.defaults)
+            known = self._without[pairs] = (state, [modules, weights], lm)  # held, so that no id is used again
+            if len(self._without) > 4:
                 self._without.pop(next(iter(self._without)), None)
         return known[2]
 
     def weights_changed(self) -> None:
-        """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code."""
+        """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code.
+
+        A model from `without` that you hold has its own call."""
         forget(self.model)
         self._without.clear()
 
     def release(self) -> None:
-        """Give back the memory that is only kept for speed: the last ablated models."""
+        """Give back the memory that is only kept for speed: the last ablated models, CUDA graphs not in use."""
         self._without.clear()
+        self.graphs.release()
 
 
 def _completed(result: Completion | Failure) -> Completion:
@@ -309,4 +296,4 @@ def save(lm_or_model: LanguageModel | GPT2, folder: str | os.PathLike[str], dtyp
         write_checkpoint(lm_or_model, Path(folder), dtype)
     else:
         kind = type(lm_or_model).__name__
-        raise TypeError(f"save takes a minigpt model, not {kind}: one of transformers has save_pretrained(folder)")
+        raise TypeError(f"save takes a minigpt model, not {kind}: those of transformers have save_pretrained(folder)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,10 +13,10 @@ import torch
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import TokenizerError
 from minigpt.files.checkpoint import load_model, read_config, read_generation
-from minigpt.files.hub import ALIASES
-from minigpt.files.locate import locate, own_folder
-from minigpt.files.reading import read_json
+from minigpt.files.locate import Name, locate, own_folder
+from minigpt.files.reading import ALIASES, read_json
 from minigpt.language_model import LanguageModel
+from minigpt.network.config import GPT2Config
 from minigpt.network.device import find_device, find_dtype
 from minigpt.text.tokenizer import Tokenizer
 
@@ -25,7 +24,7 @@ _log = logging.getLogger("minigpt")
 
 
 def load(
-    model: str | os.PathLike[str] = "gpt2",
+    model: Name = "gpt2",
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "float32",
@@ -39,27 +38,21 @@ def load(
     device: "auto" (CUDA if usable, else the CPU), "cpu", "cuda" or "cuda:N".
     dtype: "float32"; on CUDA also "float16" and "bfloat16"; on a CPU also "float16" (the weights alone) and "int8" (the
         weights, and each row of activations where it meets them): how weights are read, while parameters stay float32.
-    revision: a branch, tag or commit on the hub.
-    offline: never use the network, only what is already in the cache.
+    revision: a branch, tag or commit on the hub.   offline: never use the network, only what is already in the cache.
     progress: show download bars on stderr.
 
     A tokenizer that cannot be read blocks text alone: token ids work, and text raises the TokenizerError.
-    The weights of c_attn, c_proj and c_fc are transposed views of the file, which saves a copy of the model. What needs
-    contiguous ones (safetensors.torch.save_file, parameters_to_vector, LBFGS) gets them by
+    The weights of c_attn, c_proj and c_fc are transposed views of the file, which saves a copy of the model. Make them
+    contiguous for what needs that (safetensors.torch.save_file, parameters_to_vector, LBFGS):
     `for p in lm.model.parameters(): p.data = p.data.contiguous()`.
     logging.getLogger("minigpt") tells at level DEBUG what was chosen.
-
-    Raises ModelNotFoundError, CheckpointError or DeviceError, each saying what to do; TypeError for a model in place of
-    a name. Warns if the program has enabled TF32 and float32 on CUDA is asked for (the results will differ from the
-    CPU's), and if GPT-2's vocabulary stands in for one that the model may have.
+    Raises ModelNotFoundError, CheckpointError or DeviceError; TypeError for a model in place of a name. Warns if the
+    program enabled TF32 for float32 on CUDA (results differ from the CPU's), and if GPT-2's vocabulary is a guess.
     """
-    _refuse_objects(model)
     place = find_device(device)
     precision = find_dtype(dtype, place)
     folder = locate(model, revision=revision, offline=offline, progress=progress)
-    data = read_json(folder / "config.json")
-    config = read_config(folder, data)
-    tokenizer = _tokenizer(folder, config.vocab_size, data)
+    config, tokenizer = _read(folder)
     dtypes = {"products": precision} if place.type == "cpu" else {"dtype": precision}
     network = load_model(folder, device=place, config=config, **dtypes)
     end_ids, settings = read_generation(folder, config)
@@ -69,32 +62,26 @@ def load(
 
 
 def load_tokenizer(
-    model: str | os.PathLike[str] = "gpt2",
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    progress: bool = False,
+    model: Name, *, revision: str | None = None, offline: bool = False, progress: bool = False
 ) -> Tokenizer:
-    """The tokenizer of the model that `load` would load. No weights are downloaded, and nothing for GPT-2's own sizes.
-
-    Raises TokenizerError where there is none, else as `load` does.
-    """
-    _refuse_objects(model)
-    if model in ALIASES and revision is None and own_folder(model) is None:
+    """The tokenizer that `load` would load, without weights; GPT-2's own sizes need no download. Raises as `load`, and
+    TokenizerError where there is none."""
+    if own_folder(model) is None and model in ALIASES and revision is None:
         return Tokenizer.gpt2()
-    folder = locate(model, revision=revision, offline=offline, progress=progress, weights=False)
-    data = read_json(folder / "config.json")
-    found = _tokenizer(folder, read_config(folder, data).vocab_size, data)
+    _, found = _read(locate(model, revision=revision, offline=offline, progress=progress, weights=False))
     if not isinstance(found, Tokenizer):
         raise found or TokenizerError(f"{model} has no tokenizer: it takes token ids only")
     return found
 
 
-def _tokenizer(folder: Path, vocab_size: int, config: Mapping[str, Any]) -> Tokenizer | TokenizerError | None:
+def _read(folder: Path) -> tuple[GPT2Config, Tokenizer | TokenizerError | None]:
+    """The config, and the tokenizer or why it cannot be read; None: there is none."""
+    data = read_json(folder / "config.json")
+    config = read_config(folder, data)
     try:
-        return Tokenizer.from_folder(folder, vocab_size, config)
+        return config, Tokenizer.from_folder(folder, config.vocab_size, data)
     except TokenizerError as error:
-        return error
+        return config, error
 
 
 def _defaults(folder: Path, settings: Mapping[str, Any]) -> SamplingParams:
@@ -107,17 +94,3 @@ def _defaults(folder: Path, settings: Mapping[str, Any]) -> SamplingParams:
         except ValueError as error:
             _log.debug("%s/generation_config.json: %s", folder, error)
     return SamplingParams(**good)
-
-
-def _refuse_objects(model: Any) -> None:
-    """Raise TypeError, which says what to do, for a model that is loaded already."""
-    if isinstance(model, (str, os.PathLike)):
-        return
-    advice = "give a name, a folder or a hub id"
-    if isinstance(model, LanguageModel):
-        advice = "it is loaded already"
-    elif hasattr(model, "save_pretrained"):
-        advice = "write it with save_pretrained(folder), its tokenizer too, and load that folder"
-    elif isinstance(model, torch.nn.Module):
-        advice = "minigpt.LanguageModel(model, tokenizer) makes one of a minigpt.GPT2"
-    raise TypeError(f"model must be a name or a folder, not a {type(model).__name__}: {advice}")

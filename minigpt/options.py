@@ -1,10 +1,14 @@
-"""The options of `generate` by name: their types, and the names that other libraries have for them."""
+"""The options of `generate` by name: their types, their values, and the names that other libraries have for them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Literal, TypedDict
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Literal, TypedDict
+
+from minigpt.checks import integer, number, short_repr, without_surrogates
 
 
 class OneSample(TypedDict, total=False):
@@ -16,10 +20,16 @@ class OneSample(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
     repetition_penalty: float | None
     no_repeat_ngram_size: int | None
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
+    sequence_bias: Iterable[tuple[Iterable[int], float]] | Mapping[tuple[int, ...], float] | None
     suppress_tokens: Iterable[int] | None
+    bad_words: str | Iterable[str] | None
+    bad_words_ids: Iterable[Iterable[int]] | None
     stop: str | Iterable[str] | None
     stop_ids: Iterable[int] | Literal["model"] | None
     seed: int | None
@@ -32,6 +42,9 @@ class Options(OneSample, total=False):
     """Every option by name."""
 
     samples: int | None
+    num_beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"] | None
 
 
 class Call(OneSample, total=False):
@@ -51,6 +64,8 @@ _ELSEWHERE = {
     "stop_ids": "eos_token_id stop_token_ids",
     "seed": "random_seed manual_seed",
     "samples": "n num_return_sequences best_of num_samples",
+    "num_beams": "beam_size beam_width beams",
+    "logit_bias": "token_bias",
     "logprobs": "top_logprobs n_probs",
     "max_seconds": "max_time timeout",
 }
@@ -62,3 +77,100 @@ def did_you_mean(name: str) -> str:
     known |= {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.split()}
     close = [name] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f": did you mean {known[close[0]]}?" if close else ""
+
+
+def checked(name: str, value: Any) -> Any:
+    """The value of an option as SamplingParams holds it. Raises ValueError that names both."""
+    return _VALUES[name](name, value)
+
+
+def _above_zero(name: str, value: Any, high: float = math.inf) -> float:
+    if number(name, value, high=high) <= 0:
+        raise ValueError(f"{name} must be above 0, not {short_repr(value)}")
+    return float(value)
+
+
+def _below_one(name: str, value: Any) -> float:
+    if number(name, value, low=0) >= 1:
+        raise ValueError(f"{name} must be below 1, not {short_repr(value)}")
+    return float(value)
+
+
+def _one_of(name: str, value: Any, choices: tuple[object, ...]) -> Any:
+    for choice in choices:
+        if isinstance(value, type(choice)) and value == choice:  # 1 is not True
+            return choice
+    *others, last = map(repr, choices)
+    raise ValueError(f"{name} must be {', '.join(others)} or {last}, not {short_repr(value)}")
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...] | None:
+    if name == "stop_ids" and isinstance(value, str) and value == "model":
+        return None
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list of token ids, not {short_repr(value)}")
+    return tuple(integer(f"each id in {name}", item, 0) for item in value)
+
+
+def _sequence(name: str, value: Any) -> tuple[int, ...]:
+    ids = _ids(f"each item of {name}", value)
+    if not ids:
+        raise ValueError(f"{name} must not hold an empty list of token ids")
+    return ids
+
+
+def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list of lists of token ids, not {short_repr(value)}")
+    return tuple(_sequence(name, item) for item in value)
+
+
+def _sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+    try:
+        pairs = [(ids, bias) for ids, bias in (value.items() if isinstance(value, Mapping) else value)]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a list of (token ids, number) pairs, not {short_repr(value)}") from None
+    return tuple({_sequence(name, ids): number(f"the bias in {name}", bias) for ids, bias in pairs}.items())
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    one = isinstance(value, (str, Mapping)) or not isinstance(value, Iterable)
+    texts = (value,) if one else tuple(value)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{name} must be a non-empty string or a list of them, not {short_repr(value)}")
+    return tuple(map(without_surrogates, texts))
+
+
+def _bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must map token ids to numbers, not {short_repr(value)}")
+    bias = {}
+    for key, item in value.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON has no other keys than text
+        bias[integer(f"each id in {name}", token, 0)] = number(f"{name} of id {key}", item)
+    return bias
+
+
+_COUNT = partial(integer, low=0)
+_SHARE = partial(number, low=0, high=1)
+_VALUES: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "logprobs"), _COUNT),
+    **dict.fromkeys(("top_p", "min_p"), _SHARE),
+    "typical_p": partial(_above_zero, high=1),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _below_one),
+    "temperature": partial(number, low=0),
+    "max_seconds": partial(number, low=0),
+    "repetition_penalty": _above_zero,
+    "logit_bias": _bias,
+    "sequence_bias": _sequence_bias,
+    **dict.fromkeys(("suppress_tokens", "stop_ids"), _ids),
+    **dict.fromkeys(("stop", "bad_words"), _texts),
+    "bad_words_ids": _sequences,
+    "seed": partial(integer, low=0, high=2**64 - 1),
+    "samples": partial(integer, low=1),
+    "num_beams": partial(integer, low=1, high=64),
+    "length_penalty": partial(number, low=-10, high=10),  # so that tokens ** length_penalty is a float32
+    "early_stopping": partial(_one_of, choices=(True, False, "never")),
+    "overflow": partial(_one_of, choices=("stop", "slide")),
+}

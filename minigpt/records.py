@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def as_record(id: str | int, sample: int, prompt: str | None, completion: Completion, model: str) -> dict[str, Any]:
     """A Completion as the record that --json and --output write."""
     values = asdict(completion)
-    order = ["prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs"]
+    order = ("prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs", "score")
     return {"id": id, "sample": sample, "prompt": prompt, **{name: values[name] for name in order}, "model": model}
 
 

@@ -6,16 +6,16 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 
 from minigpt.checks import integer
-from minigpt.decoding.prompts import Encode, Text
 from minigpt.decoding.sampling import best_log_probabilities
 from minigpt.decoding.sequence import Limits
 from minigpt.errors import CheckpointError, PromptError
 from minigpt.network.model import GPT2
+from minigpt.prompts import Encode, Text
 from minigpt.text.tokenizer import Tokenizer
 
 _TOKENS = 4096  # about how many go through the model at once
@@ -58,16 +58,14 @@ class ScoreCall(TypedDict, total=False):
     ablate: Iterable[str]
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Tokens that go through the model together: those from index `first` (at least 1) on are scored."""
 
     ids: Sequence[int]
     first: int
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """A window's scored tokens, the log-probability of each and, if wanted, the k best tokens in its place."""
 
     ids: Sequence[int]
@@ -83,10 +81,9 @@ def sliding(ids: Sequence[int], size: int, stride: int) -> Iterator[Window]:
     """
     reached = 0
     for begin in range(0, len(ids), stride):
-        end = min(begin + size, len(ids))
-        yield Window(ids[begin:end], max(reached - begin, 1))
-        reached = end
-        if end == len(ids):
+        yield Window(ids[begin : begin + size], max(reached - begin, 1))
+        reached = begin + size
+        if reached >= len(ids):
             return
 
 
@@ -97,38 +94,30 @@ def score_windows(model: GPT2, windows: Iterable[Window], k: int = 0, unlisted: 
     Raises CheckpointError if the model's logits are not finite.
     """
     rows: list[Window] = []
-    longest = 0
     for window in windows:
-        longest = max(longest, len(window.ids))
-        if rows and longest * (len(rows) + 1) > _TOKENS:
+        if rows and max(len(row.ids) for row in (*rows, window)) * (len(rows) + 1) > _TOKENS:
             yield from _score(model, rows, k, unlisted)
-            rows, longest = [], len(window.ids)
+            rows = []
         rows.append(window)
-    if rows:
-        yield from _score(model, rows, k, unlisted)
+    yield from _score(model, rows, k, unlisted)
 
 
 @torch.inference_mode()
 def _score(model: GPT2, rows: list[Window], k: int, unlisted: Sequence[int]) -> list[Scored]:
     """score_windows of windows that share a batch. It is padded on the right, where the causal mask hides it."""
-    T = max(len(row.ids) for row in rows)
+    T = max((len(row.ids) for row in rows), default=0)
     padded = [[*row.ids, *[0] * (T - len(row.ids))] for row in rows]
     tokens = torch.tensor(padded, device=model.wte.weight.device)  # (B, T)
-    hidden = model.hidden(tokens[:, :-1]) if T > 1 else None  # (B, T - 1, E): the last token predicts nothing here
+    hidden = model.hidden(tokens[:, :-1]) if T > 1 else tokens  # (B, T - 1, E): the last token predicts nothing here
     results = []
-    for at, row in enumerate(rows):
-        found = Scored(row.ids[row.first :], [], [])
-        chunk = range(row.first - 1, len(row.ids) - 1)  # the positions whose next token is scored
-        for begin in chunk[::64] if hidden is not None else ():  # 64 x V floats at a time, not T x V
-            places = slice(begin, min(begin + 64, chunk.stop))
-            logits = model.head(hidden[at, places]).float()  # type: ignore[index]
-            wanted = tokens[at, places.start + 1 : places.stop + 1]
-            found.logprobs.extend(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].tolist())
-            if k:
-                ids = wanted.tolist()
-                found.top.extend(
-                    best_log_probabilities(one, id, k, unlisted)[1] for one, id in zip(logits, ids, strict=True)
-                )
+    for states, wanted, row in zip(hidden, tokens, rows, strict=True):
+        found, end = Scored(row.ids[row.first :], [], []), len(row.ids)
+        for at in range(row.first, end, 64):  # 64 x V floats at a time, not T x V
+            logits = model.head(states[at - 1 : min(at + 63, end - 1)]).float()
+            ids = wanted[at : at + len(logits)]
+            found.logprobs.extend(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist())
+            pairs = zip(logits, ids.tolist(), strict=True) if k else ()
+            found.top.extend(best_log_probabilities(one, id, k, unlisted)[1] for one, id in pairs)
         if not all(map(math.isfinite, found.logprobs)):
             raise CheckpointError("the model's logits hold NaN or infinity: its weights are damaged")
         results.append(found)
@@ -164,21 +153,20 @@ def score_texts(
                 owners.append(at)
                 yield window
 
-    found: list[list[Scored]] = [[] for _ in texts]
+    found: list[list[Scored]] = [[] for _ in split]
     for scored in score_windows(model, windows(), k or 0, limits.undecodable_ids):
         found[owners.popleft()].append(scored)
     overlap = stride is not None and stride < limits.n_positions
-    pairs = zip(split, found, strict=True)
-    return [_summed(list(window.ids), parts, overlap, k, limits.tokenizer) for window, parts in pairs]
+    return [_summed(list(one.ids), found[at], overlap, k, limits.tokenizer) for at, one in enumerate(split)]
 
 
 def _alone(text: Text, bos: bool, stride: int | None, encode: Encode, limits: Limits) -> Window:
     """A text without a context. Raises PromptError for one that is too long."""
     ids = [*(_beginning(limits) if bos else []), *encode(text)]
     if len(ids) > limits.n_positions and stride is None:
-        raise PromptError(
-            f"the text has {len(ids)} tokens, but the model's context is {limits.n_positions}: give a stride"
-        )
+        size = limits.n_positions
+        message = f"the text has {len(ids)} tokens, but the model's context is {size}: give a stride"
+        raise PromptError(f"{message}, such as {max(size // 2, 1)}")
     return Window(ids, 1)
 
 

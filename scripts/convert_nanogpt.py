@@ -20,8 +20,8 @@ import torch
 
 import minigpt
 from minigpt.errors import CheckpointError, MiniGPTError
+from minigpt.files.checkpoint import write_checkpoint
 from minigpt.files.reading import WEIGHTS
-from minigpt.files.write import write_checkpoint
 
 SIZES = {"vocab_size": "vocab_size", "block_size": "n_positions", "n_layer": "n_layer", "n_head": "n_head"}
 SIZES |= {"n_embd": "n_embd", "dropout": "resid_pdrop"}

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the arguments say."""
     if args.html == "":
         raise ValueError("--html needs the name of a file to write")
     if args.lens and args.html is None and (args.layer, args.head) != (None, None):

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the arguments say."""
     if args.input is not None:
         jobs.run(args)
         return
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
     if args.echo:
         before = prompt if isinstance(prompt, str) else "".join(f"{id} " for id in prompt)
     with Unwinding():
-        if params.samples == 1 and not args.json:
+        if params.samples == params.num_beams == 1 and not args.json:
             completions = [_stream(args, lm, ids, params, before)]
         else:
             completions = _one_by_one(args, lm, prompt, ids, params, before)

@@ -20,7 +20,6 @@ from minigpt.lines import source
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the arguments say."""
     if any(value is not None for value in (args.text, args.prompt, args.file)):
         raise ValueError("the prompt is given twice: --input FILE holds the prompts")
     for name in ("ids", "echo", "ablate"):

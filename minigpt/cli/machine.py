@@ -41,10 +41,10 @@ def load(args: argparse.Namespace) -> LanguageModel:
     from minigpt.network import device
 
     torch.set_num_threads(args.threads or device.usable_cpus())
-    args.started = time.perf_counter()
+    started = time.perf_counter()
     places = {"device": args.device, "dtype": args.dtype, "revision": args.revision, "offline": args.offline}
     lm = loading.load(args.model, progress=True, **places)
-    args.loaded = time.perf_counter()
+    args.load_seconds = time.perf_counter() - started
     return lm
 
 
@@ -55,9 +55,8 @@ def progress(total: int, done: int) -> Any:
     shape = "{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} lines, {remaining} left{postfix}"
     every = 0.1 if sys.stderr.isatty() else 10
     out = SimpleNamespace(write=lambda text: say(text, ""), flush=bool, encoding=sys.stderr.encoding)
-    return tqdm(  # type: ignore[no-untyped-call]
-        total=total, initial=done, bar_format=shape, mininterval=every, file=out
-    )
+    settings = {"bar_format": shape, "mininterval": every, "file": out}
+    return tqdm(total=total, initial=done, **settings)  # type: ignore[no-untyped-call]
 
 
 def say_rate(what: str, tokens: int, seconds: float) -> None:
@@ -82,5 +81,5 @@ def say_machine(args: argparse.Namespace, lm: LanguageModel) -> None:
     size = sum(parameter.numel() for parameter in lm.model.parameters())
     products = f"{torch.get_num_threads()} threads, matrix products by {format_name(lm.model.output)}"
     say(f"device: {lm.device}, {lm.dtype}, {products}")
-    say(f"model: {size:,} parameters, loaded in {args.loaded - args.started:.2f} s")
+    say(f"model: {size:,} parameters, loaded in {args.load_seconds:.2f} s")
     say(f"tokenizer: {getattr(lm.limits.tokenizer, 'origin', 'none')}")

@@ -10,7 +10,6 @@ from minigpt.errors import MiniGPTError
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the arguments say."""
     import torch
 
     from minigpt.network.device import usable_cpus

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from minigpt import __version__
@@ -94,7 +95,7 @@ def _add_generate(commands: Any) -> None:
     _add_model(parser)
     group = parser.add_argument_group("decoding (defaults in brackets)")
 
-    def option(name: str, type: type, help: str, *short: str, **more: Any) -> None:
+    def option(name: str, type: Callable[[str], Any], help: str, *short: str, **more: Any) -> None:
         default = getattr(SamplingParams, name)  # shown only: None says that the option is not given
         shown = "" if default is None else f" [{default}]"
         group.add_argument(*short, "--" + name.replace("_", "-"), type=type, help=help + shown, **more)
@@ -105,6 +106,14 @@ def _add_generate(commands: Any) -> None:
     option("top_k", int, "sample from the K most likely tokens; 0 from all", metavar="K")
     option("top_p", float, "sample from the smallest set that reaches probability P", metavar="P")
     option("min_p", float, "drop tokens less likely than P times the likeliest", metavar="P")
+    option("typical_p", float, "sample from the tokens of typical surprise that reach probability P", metavar="P")
+    option("epsilon_cutoff", float, "drop tokens less likely than P; 0 is off", metavar="P")
+    option("eta_cutoff", float, "the same, with less than P where the choice is wide; 0 is off", metavar="P")
+    option("num_beams", int, "above 1, search for the likeliest text along N ways", metavar="N")
+    option("length_penalty", float, "of such a search: above 0 favours long texts", metavar="X")
+    option(
+        "early_stopping", _when, "it ends with N texts complete: true, false (none gets better) or never", metavar="B"
+    )
     option("repetition_penalty", float, "above 1 discourages tokens already used", metavar="R")
     option("no_repeat_ngram_size", int, "no run of N tokens twice; 0 is off", metavar="N")
     option("seed", int, "makes sampling repeatable (on one kind of device) [a fresh one]", metavar="N")
@@ -112,6 +121,7 @@ def _add_generate(commands: Any) -> None:
     option("max_seconds", float, "draw no further token after this long [no limit]", metavar="S")
     option("overflow", str, "at the context limit: stop, or slide and go on", choices=("stop", "slide"))
     group.add_argument("--logit-bias", type=_bias, action="append", metavar="ID=V", help="add V to a logit")
+    group.add_argument("--bad-words", action="append", metavar="S", help="never write this text (repeatable)")
     group.add_argument("--stop", action="append", metavar="S", help="stop before this text (repeatable)")
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
     help = "what is not given here comes from the model's generation_config.json"
@@ -193,17 +203,17 @@ def _add_ablate(group: Any) -> None:
 
 
 def _number(text: str) -> int:
-    """--layer N, --head N: whether the model has it, the model says."""
-    if not re.fullmatch(r"[+-]?[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"write numbers, and the prompt before them, not {text!r}")
-    return int(text)
+    """--layer N, --head N. Whether the model has it, the model says; so for _head."""
+    if re.fullmatch(r"[+-]?[0-9]{1,9}", text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"write numbers, and the prompt before them, not {text!r}")
 
 
 def _head(text: str) -> str:
-    """--ablate LAYER.HEAD: whether the model has it, the model says."""
-    if not re.fullmatch(r"[0-9]+\.[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"write heads as LAYER.HEAD, and the prompt before --ablate, not {text!r}")
-    return text
+    """--ablate LAYER.HEAD."""
+    if re.fullmatch(r"[0-9]+\.[0-9]+", text):
+        return text
+    raise argparse.ArgumentTypeError(f"write heads as LAYER.HEAD, and the prompt before --ablate, not {text!r}")
 
 
 def _add_parity(commands: Any) -> None:
@@ -217,6 +227,11 @@ def _add_parity(commands: Any) -> None:
     help = "one or several formats, each checked: float32, float16; on a CPU int8, on CUDA bfloat16 [float32]"
     group.add_argument("--dtype", nargs="+", action="extend", help=help)
     group.add_argument("--json", action="store_true", help="one JSON object with every check")
+
+
+def _when(text: str) -> bool | str:
+    """--early-stopping."""
+    return {"true": True, "false": False}.get(text, text)
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -17,7 +17,6 @@ from minigpt.records import score_figures
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the arguments say."""
     options: dict[str, Any] = {"special": args.special, "bos": args.bos, "stride": args.stride}
     if args.input is not None:
         _score_file(args, options)
@@ -35,8 +34,9 @@ def run(args: argparse.Namespace) -> None:
     if args.stride is None:
         from minigpt.interpret.terminal import label
 
-        shown = ["-"] * (len(score.ids) - len(score.logprobs)) + [f"{value:.4f}" for value in score.logprobs]
-        for id, value in zip(score.ids, shown, strict=True):
+        given = len(score.ids) - len(score.logprobs)  # the first token, or the context
+        for at, id in enumerate(score.ids):
+            value = "-" if at < given else f"{score.logprobs[at - given]:.4f}"
             print(f"{id}\t{value}" + (f"\t{label(tokenizer, id)}" if tokenizer else ""))
         print()
     print(f"tokens         {len(score.ids)}\ntotal          {score.total:.4f}\nmean           {score.mean:.6f}")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the arguments say."""
     text = str(read_prompt(args))
 
     from minigpt.interpret.terminal import label, token_record

@@ -7,45 +7,52 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
+from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
 
-from minigpt.decoding.sequence import Completion, Failure, Sequence, Step
+from minigpt.decoding.cuda_rows import cache_for
+from minigpt.decoding.sequence import Completion, Drawn, Failure, Sequence, Step
 from minigpt.decoding.step import Steps
 from minigpt.errors import CheckpointError, MiniGPTError
-from minigpt.network.cache import KVCache
 from minigpt.network.model import GPT2, undisturbed
 
 Waiting = Iterator[Sequence | Failure | None]  # None: nothing yet
-Drawn = Generator[tuple[Sequence | Failure, Step | None], None, None]
+Decoded = Generator[tuple[Sequence | Failure, Step | None], None, None]
 
 
-def decode(model: GPT2, waiting: Waiting, slots: int) -> Drawn:
+def decode(model: GPT2, waiting: Waiting, slots: int) -> Decoded:
     """Continue the sequences, at most `slots` at a time: each with the Step it has drawn, as soon as it is drawn.
 
     A sequence that fails comes with None, its `error` set; so do a Failure, and a sequence that is to draw nothing.
     Where nothing is in work and `waiting` gives None, it is asked again at once: let it wait a moment for more.
     """
-    batch, exhausted = Batch(model, slots), False
+    batch, exhausted, row = Batch(model, slots), False, None
     while batch.rows or not exhausted:
         while len(batch.rows) < slots and not exhausted:
             try:
-                row = next(waiting)
+                row = row or next(waiting)
             except StopIteration:
                 exhausted = True
                 break
             if row is None:
                 break
-            if isinstance(row, Failure) or row.over:
+            rows = [] if isinstance(row, Failure) or row.over else [*row.together] or [row]
+            rows = [one for one in rows if one not in batch.rows]
+            slots = max(slots, len(rows))
+            if len(batch.rows) + len(rows) > slots:  # it waits until so many are free
+                break
+            for one in rows:
+                yield one, batch.accept(one, batch.admit(one))
+            if not rows:
                 yield row, None
-                continue
-            yield row, batch.accept(row, batch.admit(row))
             batch.drop_finished()
+            row = None
         if batch.rows:
-            for row, logits in zip(list(batch.rows), batch.step(), strict=True):
-                if not row.cancelled:
-                    yield row, batch.accept(row, logits)
+            for one, logits in zip(list(batch.rows), batch.step(), strict=True):
+                if not one.cancelled:
+                    yield one, batch.accept(one, logits)
             batch.drop_finished()
 
 
@@ -53,16 +60,14 @@ class Batch:
     """Sequences that are continued together, and the cache that they share."""
 
     def __init__(self, model: GPT2, slots: int) -> None:
-        weight = model.wpe.weight  # its dtype is that of the activations
         self.model, self.rows = model, list[Sequence]()
-        self.device = weight.device
-        self.cache = KVCache(model.config, slots, 1, device=weight.device, dtype=weight.dtype, rows=0)
+        self.device, self.cache = model.wpe.weight.device, cache_for(model, slots)
         self.steps = Steps(model)
 
     def admit(self, row: Sequence) -> Tensor:
         """Fill the next slot of the cache, by prefill or from a sample of the same prompt: the logits after it, [V]."""
         with undisturbed(self.model), torch.inference_mode():
-            self.cache.reserve(row.max_len)
+            self.cache.reserve(row.max_len, row.params.num_beams)
             slot, prompt = self.cache.add_row(), row.prompt
             others = [i for i, other in enumerate(self.rows) if other.prompt is prompt and not other.slid]
             self.rows.append(row)
@@ -70,7 +75,7 @@ class Batch:
                 self.cache.copy_row(others[0], slot, len(row.context))
                 return prompt.logits
             logits = self.prefill(slot, row.context)
-            if row.params.samples > 1:
+            if row.params.samples > 1 or row.params.num_beams > 1:
                 prompt.logits = logits
             return logits
 
@@ -79,25 +84,27 @@ class Batch:
         hidden = self.model.hidden(torch.tensor([ids], device=self.device), self.cache.row(slot))  # (1, T, E)
         return self.model.head(hidden[0, -1])
 
-    def step(self) -> Tensor:
-        """Feed the last token of each row: the logits after it, [B,V]."""
+    def step(self) -> SequenceOf[Drawn | Tensor] | Tensor:
+        """Feed the last token of each row: the logits after it, [B,V], or what it draws."""
         with undisturbed(self.model), torch.inference_mode():
             for slot, row in enumerate(self.rows):
+                if row.source is not None:  # a beam that another one has forked into
+                    self.cache.copy_row(self.rows.index(row.source), slot, len(row.history) - 1, row.shared)
+                    row.source = None
                 if self.cache.lengths[slot] == self.model.config.n_positions:  # only a row that slides gets here
                     row.slid = True
                     self.cache.cut(slot, 0)
                     if len(row.context) > 1:
                         self.prefill(slot, row.context[:-1])
-            last = torch.tensor([row.history[-1:] for row in self.rows], device=self.device)  # (B, 1)
-            return self.steps(last, self.cache)[:, -1]
+            return self.steps.draw(self.rows, self.cache)
 
-    def accept(self, row: Sequence, logits: Tensor) -> Step | None:
-        """The row's draw from logits [V]. Where the logits are not finite, its error names the weight at fault."""
+    def accept(self, row: Sequence, logits: Tensor | Drawn) -> Step | None:
+        """The row's draw, from logits [V]. Where they are not finite, its error names the weight at fault."""
         step = row.accept(logits)
         if isinstance(row.error, CheckpointError):
             damaged = [name for name, weight in self.model.named_parameters() if not weight.isfinite().all()]
             if damaged:
-                row.error = CheckpointError(f"{row.error}; not finite: {damaged[0]}")
+                row.error.args = (f"{row.error}; not finite: {damaged[0]}",)  # all beams of a prompt share the error
         return step
 
     def drop_finished(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +19,16 @@ from torch import Tensor
 
 from minigpt.checks import short_repr
 from minigpt.decoding.params import SamplingParams
-from minigpt.errors import CheckpointError, MiniGPTError
+from minigpt.errors import CheckpointError, MiniGPTError, NoTokenError
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raises ValueError for a token id that this vocabulary does not have. Call it once, before anything runs."""
-    for name, ids in (("logit_bias", params.logit_bias), ("suppress_tokens", params.suppress_tokens)):
-        for token in ids:
-            if token >= vocab_size:
-                raise ValueError(
-                    f"{name} has token id {short_repr(token)}, but the vocabulary has only {vocab_size} ids"
-                )
+    lists = {"bad_words_ids": params.bad_words_ids, "sequence_bias": [ids for ids, _ in params.sequence_bias]}
+    lists |= {"logit_bias": [tuple(params.logit_bias)], "suppress_tokens": [params.suppress_tokens]}
+    for name, token in ((name, token) for name, each in lists.items() for ids in each for token in ids):
+        if token >= vocab_size:
+            raise ValueError(f"{name} has token id {short_repr(token)}, but the vocabulary has only {vocab_size} ids")
 
 
 def process(
@@ -39,13 +38,16 @@ def process(
     params: SamplingParams,
     end_ids: Collection[int] = (),
     missing_ids: Collection[int] = (),
+    keep: int = 1,
 ) -> Tensor:
     """A model's raw logits [V], any float dtype, as the float32 logits [V] to draw from.
 
     history: the prompt's ids, then the n_new ids drawn since; when it is very long, array("q") is faster than a list.
     end_ids: ids that min_new_tokens bars. missing_ids: ids that the tokenizer cannot decode, never drawn.
+    keep: the tokens that top_k and what follows leave at least.
     At least one logit of the result is finite, and none is NaN or +inf.
-    Raises CheckpointError if the raw logits are not finite, MiniGPTError if the parameters leave no token to draw.
+    Raises CheckpointError if the raw logits are not finite, NoTokenError if the parameters leave no token to draw, and
+    MiniGPTError if they make a logit infinite.
     """
     logits = logits.float()
     # A finite sum proves every term finite, in a sixth of the time; it can also overflow, hence the second look.
@@ -53,34 +55,50 @@ def process(
         raise CheckpointError(
             "the model's logits hold NaN or infinity: its weights are damaged or too large for this dtype (try float32)"
         )
-    logits = add_bias(logits, params.logit_bias)
+    single = [((id,), bias) for id, bias in params.logit_bias.items()]
+    logits = add_bias(logits, history, [*single, *params.sequence_bias])
     logits = penalise_repetition(logits, history, params.repetition_penalty)
     logits = ban_repeated_ngrams(logits, history, params.no_repeat_ngram_size)
+    ends = {(id,) for id in end_ids}
+    logits = add_bias(logits, history, [(ids, -math.inf) for ids in params.bad_words_ids if ids not in ends])
     if n_new < params.min_new_tokens:
         logits = suppress(logits, end_ids)
     logits = suppress(logits, params.suppress_tokens)
     logits = suppress(logits, missing_ids)
     best = float(logits.max())
     if best == -math.inf:
-        raise MiniGPTError(
-            "no token is left to draw: suppress_tokens, no_repeat_ngram_size and min_new_tokens together bar all"
+        raise NoTokenError(
+            "no token is left to draw: suppress_tokens, bad_words, no_repeat_ngram_size and min_new_tokens bar all"
         )
     if not math.isfinite(best):
-        raise MiniGPTError("logit_bias or repetition_penalty is so extreme that a logit overflows float32")
-    if params.temperature > 0:
-        logits = scale_temperature(logits, params.temperature)
-        logits = keep_top_k(logits, params.top_k)
-        logits = keep_top_p(logits, params.top_p)
-        logits = keep_min_p(logits, params.min_p)
-    return logits
+        raise MiniGPTError("a bias or repetition_penalty is so extreme that a logit overflows float32")
+    return warp(logits, params, keep) if params.temperature > 0 else logits
 
 
-def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
-    """logits + bias at each biased id (SequenceBiasLogitsProcessor, one-token sequences)."""
-    if not bias:
+def warp(logits: Tensor, params: SamplingParams, keep: int) -> Tensor:
+    """The part of `process` that is for sampling alone."""
+    logits = scale_temperature(logits, params.temperature)
+    logits = keep_top_k(logits, max(params.top_k, keep) if params.top_k else 0)
+    logits = keep_top_p(logits, params.top_p, keep)
+    logits = keep_min_p(logits, params.min_p, keep)
+    logits = keep_typical(logits, params.typical_p, keep)
+    if params.epsilon_cutoff:
+        logits = drop_below(logits, params.epsilon_cutoff, keep)
+    return drop_below(logits, eta_bound(logits, params.eta_cutoff), keep) if params.eta_cutoff else logits
+
+
+def add_bias(logits: Tensor, history: Sequence[int], biases: Sequence[tuple[tuple[int, ...], float]]) -> Tensor:
+    """Adds a bias to the last of its ids where the others came last (SequenceBias-, NoBadWordsLogitsProcessor)."""
+    sizes = [1, *(len(ids) for ids, _ in biases)]  # in this order they are added there, and sums are rounded
+    found = [
+        (ids[-1], bias)
+        for ids, bias in sorted(biases, key=lambda pair: sizes.index(len(pair[0])))
+        if len(ids) == 1 or tuple(history[1 - len(ids) :]) == ids[:-1]
+    ]
+    if not found:
         return logits
-    values = torch.tensor(list(bias.values()), dtype=torch.float32, device=logits.device)
-    return logits.index_add(0, _index(bias, logits), values)
+    values = torch.tensor([bias for _, bias in found], dtype=torch.float32, device=logits.device)
+    return logits + torch.zeros_like(logits).index_add(0, _index([id for id, _ in found], logits), values)
 
 
 def penalise_repetition(logits: Tensor, ids: Sequence[int], penalty: float) -> Tensor:
@@ -129,33 +147,62 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
     return logits.masked_fill(logits < kth, -math.inf)
 
 
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
+def keep_top_p(logits: Tensor, p: float, keep: int = 1) -> Tensor:
     """Keeps the fewest of the likeliest tokens whose probabilities sum to p (TopPLogitsWarper; nucleus, 1904.09751).
 
-    To the bit: in ascending order, removes tokens while their cumulative probability is <= 1 - p, never the last one.
+    To the bit: in ascending order, removes tokens while their cumulative probability is <= 1 - p, never the last ones.
     """
     if p >= 1.0:
         return logits
     if logits.is_cpu:
         ascending = _sort_values(logits)
         n_removed = int((ascending.softmax(-1).cumsum(-1) <= 1 - p).sum())
-        n_removed = min(n_removed, len(logits) - 1)
+        n_removed = max(min(n_removed, len(logits) - keep), 0)
         kept = ascending[n_removed]
         if n_removed == 0 or ascending[n_removed - 1] < kept:
             return logits.masked_fill(logits < kept, -math.inf)
         # Equal logits on both sides of the cut: which of them stay is decided by where torch.sort puts each.
+    if torch.are_deterministic_algorithms_enabled() and logits.is_cuda:  # CUDA's cumsum raises then
+        return keep_top_p(logits.cpu(), p).to(logits.device)
     ascending, order = torch.sort(logits, descending=False)
     remove = ascending.softmax(-1).cumsum(-1) <= 1 - p
-    remove[-1] = False
+    remove[-keep:] = False
     return logits.masked_fill(remove.scatter(0, order, remove), -math.inf)
 
 
-def keep_min_p(logits: Tensor, m: float) -> Tensor:
+def keep_min_p(logits: Tensor, m: float, keep: int = 1) -> Tensor:
     """Keeps the tokens at least m times as likely as the likeliest (MinPLogitsWarper; 2407.01082); m = 0 keeps all."""
     if m == 0:
         return logits
     probabilities = logits.softmax(-1)
-    return logits.masked_fill(probabilities < m * probabilities.max(), -math.inf)
+    best = torch.topk(probabilities, min(keep, len(logits))).indices
+    return logits.masked_fill((probabilities < m * probabilities.max()).index_fill(0, best, False), -math.inf)
+
+
+def keep_typical(logits: Tensor, mass: float, keep: int = 1) -> Tensor:
+    """Keeps the tokens whose -log p is nearest to the entropy, up to `mass` (TypicalLogitsWarper; 2202.00666)."""
+    if mass >= 1.0:
+        return logits
+    log_p = logits.log_softmax(-1)
+    distance, order = torch.sort((-log_p + (log_p * log_p.exp()).nansum()).abs())
+    count = int((logits[order].softmax(-1).cumsum(-1) < mass).sum())
+    remove = distance > distance[min(count, len(logits) - 1)]
+    remove[:keep] = False
+    return logits.masked_fill(remove.scatter(0, order, remove), -math.inf)
+
+
+def drop_below(logits: Tensor, least: float | Tensor, keep: int = 1) -> Tensor:
+    """Drops tokens of a probability below `least`, never the best (EpsilonLogitsWarper; truncation, 2210.15191)."""
+    best = torch.topk(logits, min(keep, len(logits))).values[-1]
+    return logits.masked_fill((logits.softmax(-1) < least) & (logits < best), -math.inf)
+
+
+def eta_bound(logits: Tensor, eta: float) -> Tensor:
+    """min(eta, sqrt(eta) * exp(-entropy)), what `drop_below` takes for eta sampling (EtaLogitsWarper; 2210.15191)."""
+    log_p = logits - logits.logsumexp(-1, keepdim=True)
+    entropy = -(log_p.clamp(min=torch.finfo(torch.float32).min) * log_p.softmax(-1)).sum()
+    bound = torch.tensor(eta, dtype=torch.float32, device=logits.device)
+    return torch.minimum(bound, bound.sqrt() * (-entropy).exp())
 
 
 def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None) -> int:

@@ -14,68 +14,71 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from minigpt.decoding.cuda_graph import Graph
+from minigpt.decoding.cuda_rows import Slots
+from minigpt.decoding.sequence import Drawn, Sequence
 from minigpt.network import model as gpt2
 from minigpt.network.cache import KVCache
-from minigpt.network.linear import Dropout, Embedding, Linear
+from minigpt.network.linear import Dropout, Embedding, Linear, taken
 from minigpt.network.products import learns, product_of
 
-_ATTENTION = [nn.LayerNorm, gpt2.MultiHeadAttention, Linear, Linear, Dropout]
-_BLOCK = [gpt2.Block, *_ATTENTION, nn.LayerNorm, gpt2.MLP, Linear, Linear, Dropout]
+_LAYERS = [Linear, Linear, Dropout]
+_BLOCK = [gpt2.Block, nn.LayerNorm, gpt2.MultiHeadAttention, *_LAYERS, nn.LayerNorm, gpt2.MLP, *_LAYERS]
 _METHODS = {"_call_impl", "forward", "hidden", "head", "logits", "positions"}
 
 
 class Steps:
-    """The steps of one call, in inference mode: by a CUDA graph, where that pays; else bound; else by the modules.
-
-    Not for several threads at once. A step may overwrite the logits of the one before.
-    """
+    """The steps of one call, in inference mode: bound, or else by the modules. Not for several threads at once."""
 
     def __init__(self, model: gpt2.GPT2) -> None:
-        self.model, self.graph = model, Graph()
+        self.model = model
         self.state: list[int] | None = None  # while it stays, `step` is right
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Token ids [B,T] -> logits [B,T,V], and the cache moves on."""
+        """Token ids [B,T] -> logits [B,T,V], which the next step may overwrite; the cache moves on."""
+        self._look()
+        return self._logits(ids, cache)
+
+    def draw(self, rows: list[Sequence], cache: KVCache) -> list[Drawn | Tensor] | Tensor:
+        """Feed each row's last token: the logits [B,V]; or what the rows draw, by a CUDA graph, where there is one."""
+        self._look()
+        drawn = cache.draw(self.step, rows) if isinstance(cache, Slots) else None
+        if drawn is not None:
+            return drawn
+        last = torch.tensor([row.history[-1:] for row in rows], device=cache.keys.device)  # (B, 1)
+        return self._logits(last, cache)[:, -1]
+
+    def _logits(self, ids: Tensor, cache: KVCache) -> Tensor:
+        return self.step(ids, cache) if self.step else self.model.head(self.model.hidden(ids, cache))
+
+    def _look(self) -> None:
         if self.state is None or self.state != self._state():
             self._bind()
-        if self.step is None:
-            return self.model.head(self.model.hidden(ids, cache))
-        logits = self.graph(self.step, ids, cache)
-        return self.step(ids, cache) if logits is None else logits
 
     def _bind(self) -> None:
-        modules: list[Any] = list(self.model.modules())
-        self.tables = [table for at in modules for table in (at._parameters, at._buffers, at._modules) if table]
+        each = ((at._parameters, at._buffers, at._modules) for at in self.model.modules())
+        self.tables: list[Any] = [table for tables in each for table in tables if table]
         self.kept = [*chain.from_iterable(map(dict.values, self.tables))]  # so that nothing else gets their id
         self.weights = list(self.model.parameters())
         self.matrices = [weight for weight in self.weights if weight.dim() == 2]
         self.counted = [weight for weight in self.matrices if not weight.is_inference()]
         self.step = bound(self.model)
-        self.graph.forget()
         self.state = self._state()
 
     def _state(self) -> list[int]:
-        """Moves with every change of weights, layers and hooks that PyTorch counts: old matrices never meet new biases.
-
-        A list, as a sum stays where two weights change places. COST us a step of GPT-2 124M (Zen 3), about 0.1 % of it.
-        """
-        objects = map(id, chain.from_iterable(map(dict.values, self.tables)))
-        versions = [weight._version for weight in self.counted]
+        """Moves with every change of weights, layers and hooks that is counted: old matrices never meet new biases."""
+        # A list: a sum stays where two weights change places. 50 us a step of GPT-2 124M (Zen 3), 0.1 to 0.3 % of it.
+        objects, versions = chain.from_iterable(map(dict.values, self.tables)), [one._version for one in self.counted]
         addresses, learning = map(Tensor.data_ptr, self.weights), map(learns, self.matrices)
-        return [RemovableHandle.next_id, *objects, *addresses, *versions, *learning]
+        return [RemovableHandle.next_id, *map(id, objects), *addresses, *versions, *learning]
 
 
 def bound(model: gpt2.GPT2) -> Callable[[Tensor, KVCache], Tensor] | None:
-    """The model's (ids [B,T], cache) -> logits [B,T,V] with its weights as they are now; it records no gradients.
-
-    None if the model is not as model.py makes it, in eval, or if it has hooks.
-    """
+    """(ids [B,T], cache) -> logits [B,T,V], with the weights as they are now. None for a model that is not plain."""
     if not _is_plain(model):
         return None
     output = product_of(model.output.weight, model.output.packed)  # the largest first: memory holds it twice meanwhile
-    wte, wpe, mask = model.wte.weight, model.wpe.weight, next(model.buffers())
-    blocks, ln_f = [_block(block) for block in model.h], _norm(model.ln_f)
+    wte, wpe, mask, ln_f = model.wte.weight, model.wpe.weight, next(model.buffers()), taken(model.ln_f)
+    blocks = [_block(block) for block in model.h]
 
     def step(ids: Tensor, cache: KVCache) -> Tensor:
         positions, visible = model.positions(ids, cache), gpt2.visible_keys(mask, ids.shape[1], cache)
@@ -89,22 +92,22 @@ def bound(model: gpt2.GPT2) -> Callable[[Tensor, KVCache], Tensor] | None:
 
 
 def _is_plain(model: Any) -> bool:
+    """Whether the model is as model.py makes it, in eval, of one dtype, without hooks and replaced methods."""
     modules = list(model.modules())
-    ends: list[type] = [nn.LayerNorm] if model.config.tie_word_embeddings else [nn.LayerNorm, Linear]
+    ends = [nn.LayerNorm, *[Linear] * (not model.config.tie_word_embeddings)]
     kinds = [gpt2.GPT2, Embedding, nn.Embedding, Dropout, nn.ModuleList, *_BLOCK * len(model.h), *ends]
-    if [type(module) for module in modules] != kinds or gpt2.has_hooks(model):
+    changed = (at.training or at._compiled_call_impl or not vars(at).keys().isdisjoint(_METHODS) for at in modules)
+    if [type(module) for module in modules] != kinds or gpt2.has_hooks(model) or any(changed):
         return False
-    if any(at.training or at._compiled_call_impl or not vars(at).keys().isdisjoint(_METHODS) for at in modules):
-        return False
-    masks = {id(block.attn.mask): len(block.attn.mask) for block in model.h}
-    types = {(weight.device, weight.dtype) for weight in model.parameters()}
-    return [*masks.values()] == [model.config.n_positions] and len(types) == 1
+    first = model.h[0].attn.mask  # `.to(device)` gives each block one of its own
+    alike = (at is first or (at.is_cuda and torch.equal(at, first)) for at in (block.attn.mask for block in model.h))
+    return len({(weight.device, weight.dtype) for weight in model.parameters()}) == 1 and all(alike)
 
 
 def _block(block: Any) -> Callable[[Tensor, KVCache, Tensor | None], Tensor]:
     """`Block.forward`, [B,T,E] -> [B,T,E]."""
-    attn, mlp, ln_1, ln_2 = block.attn, block.mlp, _norm(block.ln_1), _norm(block.ln_2)
-    c_attn, W_O, c_fc, c_proj = map(_product, (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj))
+    attn, mlp, ln_1, ln_2 = block.attn, block.mlp, taken(block.ln_1), taken(block.ln_2)
+    c_attn, W_O, c_fc, c_proj = map(taken, (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj))
 
     def forward(x: Tensor, cache: KVCache, visible: Tensor | None) -> Tensor:
         q, k, v = gpt2.split_heads(c_attn(ln_1(x)), attn.n_head)
@@ -113,13 +116,3 @@ def _block(block: Any) -> Callable[[Tensor, KVCache, Tensor | None], Tensor]:
         return x + c_proj(mlp.activation(c_fc(ln_2(x))))
 
     return forward
-
-
-def _norm(layer: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
-    weight, bias = layer.weight, layer.bias
-    return lambda x: torch.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
-
-
-def _product(layer: Linear) -> Callable[[Tensor], Tensor]:
-    product, bias = product_of(layer.weight, layer.packed), layer.bias
-    return lambda x: product(x, bias)

@@ -54,14 +54,21 @@ class Streams(Iterator[tuple[int, Step | Failure]]):
 
     def __init__(self, model: GPT2, rows: Iterator[Sequence | Failure | None], slots: int) -> None:
         self._running: dict[int, tuple[int, Sequence | Failure]] = {}  # by id()
+        self._count = 0  # rows read so far
+        self._early: set[int] = set()  # rows closed before they were read
         self._drawn = decode(model, self._numbered(rows), slots)
 
     def _numbered(self, rows: Iterator[Sequence | Failure | None]) -> Iterator[Sequence | Failure | None]:
-        number = 0
         for row in rows:
+            if isinstance(row, Sequence) and row.together:
+                row = Failure(ValueError("num_beams above 1 cannot be streamed: use generate_each"))
             if row is not None:
+                number = self._count
                 self._running[id(row)] = (number, row)
-                number += 1
+                self._count += 1
+                if number in self._early:
+                    self._early.discard(number)
+                    self.close(number)
             yield row
 
     def __next__(self) -> tuple[int, Step | Failure]:
@@ -80,7 +87,9 @@ class Streams(Iterator[tuple[int, Step | Failure]]):
         raise StopIteration
 
     def close(self, number: int | None = None) -> None:
-        """Drop one row before its next step; without a number all of them, and read no more input."""
+        """Drop one row before its next step, or its first; without a number all of them, and read no more input."""
+        if number is not None and number >= self._count:
+            self._early.add(number)
         for at, row in list(self._running.values()):
             if number in (None, at) and isinstance(row, Sequence):
                 row.cancelled = True

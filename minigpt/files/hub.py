@@ -1,7 +1,6 @@
-"""A model from the Hugging Face hub. No torch.
+"""A model from the Hugging Face hub, by huggingface_hub into its own cache: only files that are read here. No torch.
 
-Downloads go through huggingface_hub into Hugging Face's own cache: only the files that are read here, all from one
-commit. Where the hub does not answer, or refuses, what is in the cache will do.
+locate.py imports this where it needs it: huggingface_hub takes half a second.
 """
 
 from __future__ import annotations
@@ -16,24 +15,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from huggingface_hub import constants, errors, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.utils import get_session, hf_raise_for_status, tqdm  # type: ignore[attr-defined]
+from huggingface_hub.utils.logging import get_logger
+
 from minigpt.errors import CheckpointError, ModelNotFoundError
-from minigpt.files.folder import shards, weight_files
-from minigpt.files.reading import INDEX, OTHER_TOKENIZERS, TOKENIZER_FILES, WEIGHTS, sha256
+from minigpt.files.reading import ALIASES, INDEX, SMALL_FILES, WEIGHTS, has_weights, sha256, shards
 
-ALIASES = {
-    "gpt2": "openai-community/gpt2",
-    "gpt2-medium": "openai-community/gpt2-medium",
-    "gpt2-large": "openai-community/gpt2-large",
-    "gpt2-xl": "openai-community/gpt2-xl",
-    "distilgpt2": "distilbert/distilgpt2",
-}
-
-
-# What is downloaded beside the weights, where the repository has it. The official ones hold gigabytes of other formats.
-_SIDE_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKENIZERS)
 _TIMEOUT = 5  # seconds without an answer after which the hub counts as unreachable
-
 downloading = False  # Whoever stops the process now should let it unwind: what has come of a file is then removed.
+
+
+class _NoBar(tqdm):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
 
 def known_names(name: str) -> str:
@@ -45,12 +40,7 @@ def known_names(name: str) -> str:
 
 
 def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress: bool, weights: bool) -> Path:
-    """The snapshot folder of `repo`: brought up to date if the hub answers, else as it is in the cache.
-
-    weights: False neither downloads nor needs the weights.
-    """
-    from huggingface_hub import constants
-
+    """The snapshot folder of `repo`: brought up to date if the hub answers and agrees, else as it is in the cache."""
     offline = offline or constants.HF_HUB_OFFLINE
     failure: Exception | None = None
     with _quiet():
@@ -71,9 +61,6 @@ def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress
 
 def _ask(repo: str, revision: str | None) -> tuple[str, dict[str, str | None]]:
     """The commit that `revision` stands for on the hub now, and its files' names with the sha256 of the large ones."""
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
-
     # Not HfApi.model_info: newer ones first ask another address for a list of agents, 3 s more where nobody answers.
     token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
     headers = {"user-agent": "minigpt", **({"authorization": f"Bearer {token}"} if token else {})}
@@ -86,12 +73,6 @@ def _ask(repo: str, revision: str | None) -> tuple[str, dict[str, str | None]]:
 
 def _download(repo: str, revision: str | None, progress: bool, weights: bool) -> Path:
     """Fetch what is missing of `repo`, all from one commit, and give the folder. Cached already: a single request."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
-
-    class NoBar(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
     def fetch(name: str) -> Path:
         global downloading
@@ -100,15 +81,14 @@ def _download(repo: str, revision: str | None, progress: bool, weights: bool) ->
             return Path(found)
         downloading = True
         try:
-            path = Path(hf_hub_download(repo, name, revision=commit, tqdm_class=None if progress else NoBar))
+            path = Path(hf_hub_download(repo, name, revision=commit, tqdm_class=None if progress else _NoBar))
         finally:
             downloading = False
         if names[name] not in (None, sha256(path)):  # the client compares the length only
             path.resolve().unlink()
             path.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"{name} of {repo} arrived damaged (its sha256 is not what the hub says) and was deleted: try again"
-            )
+            damage = f"{name} of {repo} arrived damaged (its sha256 is not what the hub says)"
+            raise CheckpointError(f"{damage} and was deleted: try again")
         return path
 
     commit, names = _ask(repo, revision)
@@ -117,7 +97,7 @@ def _download(repo: str, revision: str | None, progress: bool, weights: bool) ->
     if weights and WEIGHTS not in names and INDEX not in names:
         raise CheckpointError(f"{repo} on the hub has no safetensors weights, the only format that is read")
     # The weights come last, and the branch's name after them, so that what is cut short never looks like a model.
-    for name in (name for pattern in _SIDE_FILES for name in fnmatch.filter(names, pattern) if "/" not in name):
+    for name in (name for pattern in SMALL_FILES for name in fnmatch.filter(names, pattern) if "/" not in name):
         fetch(name)
     if weights:
         for name in [WEIGHTS] if WEIGHTS in names else shards(fetch(INDEX)):
@@ -131,52 +111,33 @@ def _download(repo: str, revision: str | None, progress: bool, weights: bool) ->
 
 def _cached(repo: str, revision: str | None, weights: bool) -> Path | None:
     """The snapshot of `repo` in the cache; if the weights are wanted, only a complete one."""
-    from huggingface_hub import try_to_load_from_cache
-
     found = try_to_load_from_cache(repo, "config.json", revision=revision)
-    if not isinstance(found, str):
-        return None
-    try:
-        if weights:
-            weight_files(Path(found).parent)
-    except CheckpointError:
+    if not isinstance(found, str) or (weights and not has_weights(Path(found).parent)):
         return None
     return Path(found).parent
 
 
 def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure: Exception | None) -> str:
     """Why the hub did not give a model, and what to do. Never quotes `failure`, which may hold a token."""
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    if isinstance(failure, LocalEntryNotFoundError) and isinstance(failure.__cause__, Exception):
+    if isinstance(failure, errors.LocalEntryNotFoundError) and isinstance(failure.__cause__, Exception):
         failure = failure.__cause__  # what went wrong before the cache was tried
     files = f"config.json generation_config.json {WEIGHTS} vocab.json merges.txt"
-    folder = f"weights/{name.rpartition('/')[2]}"
-    download = f"hf download {repo} {files} --local-dir {folder}"
+    download = f"hf download {repo} {files} --local-dir weights/{name.rpartition('/')[2]}"
     remedy = f"use the model demo (-m demo), or run `{download}` where there is a network and give that folder"
     status = getattr(getattr(failure, "response", None), "status_code", None)
+    cache = constants.HF_HUB_CACHE
     if offline:
-        return (
-            f"{name} is not in the cache {constants.HF_HUB_CACHE}, and offline mode is on: go online once, or {remedy}"
-        )
-    if isinstance(failure, GatedRepoError):
+        return f"{name} is not in the cache {cache}, and offline mode is on: go online once, or {remedy}"
+    if isinstance(failure, errors.GatedRepoError):
         return f"{repo} is gated: ask for access at https://huggingface.co/{repo}, then set HF_TOKEN to your token"
-    if isinstance(failure, RevisionNotFoundError):
+    if isinstance(failure, errors.RevisionNotFoundError):
         return f"{repo} has no revision {revision!r} on the hub"
-    if isinstance(failure, RepositoryNotFoundError) or status in (401, 403, 404):
+    if isinstance(failure, errors.RepositoryNotFoundError) or status in (401, 403, 404):
         token = ", or your token (HF_TOKEN) is expired or lacks the permission" if get_token() else ""
         return f"there is no model {name!r} on the hub, or it is private{token} (HTTP {status}). {known_names(name)}"
     if isinstance(failure, OSError) and failure.errno:  # the disk, not the network
-        problem = f"{failure.strerror} ({failure.filename or constants.HF_HUB_CACHE})"
-        return (
-            f"{name} could not be saved to the cache: {problem}. Set HF_HOME to a folder with room that can be written"
-        )
+        problem = f"{name} could not be saved to the cache: {failure.strerror} ({failure.filename or cache})"
+        return f"{problem}. Set HF_HOME to a folder with room that can be written"
     damaged = isinstance(failure, OSError) and "Consistency check" in str(failure)
     reason = f"HTTP {status}" if status else "a file of the wrong length" if damaged else type(failure).__name__
     return f"{name} is not in the cache and could not be fetched from the hub ({reason}): {remedy}"
@@ -188,14 +149,11 @@ def _quiet() -> Iterator[None]:
 
     Its warnings (a disk without symbolic links, or nearly full) pass: Python's filters belong to the whole process.
     """
-    from huggingface_hub.utils.logging import get_logger
-
-    thread = threading.get_ident()
+    here, handlers = threading.get_ident(), list(get_logger("huggingface_hub").handlers)
 
     def of_others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
+        return record.thread != here
 
-    handlers = list(get_logger("huggingface_hub").handlers)
     for handler in handlers:
         handler.addFilter(of_others)
     try:

@@ -12,36 +12,27 @@ from importlib import resources
 from pathlib import Path
 
 from minigpt.errors import CheckpointError, ModelNotFoundError
-from minigpt.files.folder import almost, is_model
-from minigpt.files.hub import ALIASES, from_hub, known_names
+from minigpt.files.reading import ALIASES, almost, is_model
 
+Name = str | os.PathLike[str]  # of a model
 _HUB_ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)  # the hub's rule
 _WEIGHTS = Path(__file__).resolve().parents[2] / "weights"  # in a checkout
 
 
 def locate(
-    model: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    progress: bool = False,
-    weights: bool = True,
+    model: Name, *, revision: str | None = None, offline: bool = False, progress: bool = False, weights: bool = True
 ) -> Path:
-    """The folder that holds a model's files, downloaded into Hugging Face's cache where needed.
+    """The folder that holds a model's files, downloaded into Hugging Face's cache where needed; arguments as for load.
 
-    model: "demo", an alias (see ALIASES), a folder, or a hub id. "demo" and the aliases never mean a folder of that
-    name in the current directory: write "./gpt2" for that. An alias looks in the checkout's weights/ALIAS first, unless
-    a revision is given. Where a name could be both, a folder that holds a model comes before the hub.
-    revision: a branch, tag or commit on the hub.
-    offline: no request, only the cache; HF_HUB_OFFLINE=1 does the same.
-    progress: download bars on stderr, if that is a terminal.
-    weights: False downloads the small files only: the folder may then lack the weights.
+    "demo" and the aliases never mean a folder of that name in the current directory: write "./gpt2" for that. An alias
+    looks in the checkout's weights/ALIAS first, unless a revision is given. Where a name could be both, a folder that
+    holds a model comes before the hub.
+    offline: HF_HUB_OFFLINE=1 does the same.   weights: False neither downloads nor needs the weights.
 
-    Raises ModelNotFoundError, which says what to do, or CheckpointError if the folder or the hub's repository has
-    nothing to load.
+    Raises ModelNotFoundError, or CheckpointError if the folder or the hub's repository has nothing to load.
     """
-    name, known = os.fspath(model), model == "demo" or model in ALIASES
     folder = own_folder(model)
+    name, known = os.fspath(model), model == "demo" or model in ALIASES
     hub_id = ALIASES.get(name, name) if isinstance(model, str) and _HUB_ID.fullmatch(name) and name != "demo" else None
     if folder is not None and (known or hub_id is None or is_model(folder)):
         if revision is None:
@@ -56,10 +47,12 @@ def locate(
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds it")
     if os.path.islink(name) and not known and folder is None:
         raise ModelNotFoundError(f"{name} is a link to nothing: delete it, or make it point to the folder of a model")
+    from minigpt.files import hub
+
     if hub_id is None:
-        raise ModelNotFoundError(f"{name!r} is neither an existing folder nor a hub name. {known_names(name)}")
+        raise ModelNotFoundError(f"{name!r} is neither an existing folder nor a hub name. {hub.known_names(name)}")
     try:
-        return from_hub(name, hub_id, revision, offline, progress, weights)
+        return hub.from_hub(name, hub_id, revision, offline, progress, weights)
     except ModelNotFoundError as error:
         if known or not os.path.isdir(name.partition("/")[0]):
             raise
@@ -67,8 +60,12 @@ def locate(
         raise ModelNotFoundError(f"{here}; and {error}") from None
 
 
-def own_folder(model: str | os.PathLike[str]) -> Path | None:
-    """The folder on this machine, outside the cache, that `model` stands for, if there is one."""
+def own_folder(model: Name) -> Path | None:
+    """The folder on this machine, outside the cache, that `model` stands for, if there is one. TypeError: no name."""
+    if not isinstance(model, (str, os.PathLike)):
+        advice = "minigpt.LanguageModel(model, tokenizer) takes a GPT2; of transformers' models, write one with "
+        advice += "save_pretrained(folder), its tokenizer too, and load that folder"
+        raise TypeError(f"model must be a name or a folder, not a {type(model).__name__}: {advice}")
     if model == "demo" or model in ALIASES:
         place = _WEIGHTS / os.fspath(model)
         return place if place.is_dir() else _packaged_demo() if model == "demo" else None

@@ -1,46 +1,47 @@
-"""Names of files, and how one is read: a file that cannot be used is an error that names it and the cure. No torch."""
+"""The files of a model's folder. One that cannot be used is a CheckpointError that names it and the cure. No torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
-from minigpt.errors import CheckpointError, MiniGPTError
+from minigpt.errors import CheckpointError
+
+_SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+ALIASES = {name: f"openai-community/{name}" for name in _SIZES} | {"distilgpt2": "distilbert/distilgpt2"}
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-TOKENIZER_FILES = (
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-)
+SIDES = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")  # beside the vocabulary
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", *SIDES)
 # Files of tokenizers that this engine does not have: whoever sees one knows that GPT-2's vocabulary would be wrong.
 OTHER_TOKENIZERS = ("*.model", "*.spm", "*.tiktoken", "vocab.txt", "tekken.json", "encoder.json", "vocab.bpe")
+# What is downloaded beside the weights, where the repository has it. The official ones hold gigabytes of other formats.
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKENIZERS)
 
 MAX_HEADER = 2**25  # bytes of a JSON or text file, or of a weight file's header: in memory it can grow thirtyfold
 _MAX_DEPTH = 50  # of JSON: deeper is a trap for whoever compares or prints it
 
 
-def is_file(path: Path, error: type[MiniGPTError] = CheckpointError) -> bool:
-    """Whether there is such a file. Raises `error` for a folder, pipe or dead link: it must not count as absent."""
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. Raises for a folder, pipe or dead link: it must not count as absent."""
     try:
         if stat.S_ISREG(os.stat(path).st_mode):
             return True
+        problem = "it is not a file: delete it and download it again"
     except (FileNotFoundError, NotADirectoryError):
         if not os.path.lexists(path):
             return False
-        raise error(f"{path} cannot be read: it is a link to nothing: delete it and download it again") from None
-    except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror}") from problem
-    raise error(f"{path} cannot be read: it is not a file: delete it and download it again")
+        problem = "it is a link to nothing: delete it and download it again"
+    except OSError as error:
+        problem = str(error.strerror)
+    raise CheckpointError(f"{path} cannot be read: {problem}")
 
 
 def cure(path: Path) -> str:
@@ -59,44 +60,111 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_bytes(path: Path, error: type[MiniGPTError] = CheckpointError) -> bytes:
-    """The contents of a text file. Raises `error` if it cannot be read, or is too large to belong to a model."""
+def read_bytes(path: Path) -> bytes:
+    """The contents of a text file. Raises if it cannot be read, or is too large to belong to a model."""
     try:
-        is_file(path, error)  # raises where it is a pipe, which would never end
+        is_file(path)  # raises where it is a pipe, which would never end
         with open(path, "rb") as file:
             data = file.read(MAX_HEADER + 1)
     except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror}. Is this the folder of a model?") from problem
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror}. Is this the folder of a model?") from problem
     if len(data) > MAX_HEADER:
-        raise error(f"{path} is larger than {MAX_HEADER >> 20} MiB: it does not belong to a GPT-2 model")
+        raise CheckpointError(f"{path} is larger than {MAX_HEADER >> 20} MiB: it does not belong to a GPT-2 model")
     return data
 
 
-def as_text(path: Path, data: bytes, error: type[MiniGPTError] = CheckpointError) -> str:
+def as_text(path: Path, data: bytes) -> str:
     """What the UTF-8 file `path` holds, `data`, without the byte order mark that it may begin with."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
-        raise error(f"{path} is not UTF-8 ({problem}): {cure(path)}") from None
+        raise CheckpointError(f"{path} is not UTF-8 ({problem}): {cure(path)}") from None
 
 
-def as_json(path: Path, data: bytes, error: type[MiniGPTError] = CheckpointError) -> dict[str, Any]:
-    """The object that the JSON file `path` holds, `data`. Raises `error` if it is something else, or a trap."""
+def as_json(path: Path, data: bytes) -> dict[str, Any]:
+    """The object that the JSON file `path` holds, `data`. Raises if it is something else, or a trap."""
     try:
-        found = json.loads(as_text(path, data, error))
+        found = json.loads(as_text(path, data))
     except (ValueError, RecursionError) as problem:
-        raise error(f"{path} is not valid JSON ({problem}): {cure(path)}") from None
+        raise CheckpointError(f"{path} is not valid JSON ({problem}): {cure(path)}") from None
     if not isinstance(found, dict):
-        raise error(f"{path} must hold a JSON object, not {type(found).__name__}: {cure(path)}")
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(found).__name__}: {cure(path)}")
     level: list[Any] = [found]
     for _ in range(_MAX_DEPTH):
         inner = (item.values() if isinstance(item, dict) else item for item in level)
         level = [child for items in inner for child in items if isinstance(child, (dict, list))]
     if level:
-        raise error(f"{path} is nested too deeply: {cure(path)}")
+        raise CheckpointError(f"{path} is nested too deeply: {cure(path)}")
     return found
 
 
-def read_json(path: Path, error: type[MiniGPTError] = CheckpointError) -> dict[str, Any]:
-    """The object in a JSON file. Raises `error` if it cannot be read, or is something else."""
-    return as_json(path, read_bytes(path, error), error)
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises if it cannot be read, or is something else."""
+    return as_json(path, read_bytes(path))
+
+
+def is_model(folder: Path) -> bool:
+    """Whether there is a model in this folder, or what somebody might take for one."""
+    names = ("config.json", "adapter_config.json", "*.safetensors", *PICKLES, "checkpoint-*")
+    return any(True for name in names for _ in folder.glob(name))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files: model.safetensors, else the shards that the index lists. Raises if one is missing, or all."""
+    if is_file(folder / WEIGHTS):
+        return [folder / WEIGHTS]
+    if is_file(folder / INDEX):
+        files = [folder / name for name in shards(folder / INDEX)]
+        if missing := [path.name for path in files if not is_file(path)]:
+            names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise CheckpointError(f"{folder} lacks {names}, listed in {INDEX}: download it again")
+        return files
+    raise CheckpointError(f"{folder} has no {WEIGHTS}{almost(folder) or ': is this the folder of a model?'}")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether all weight files are there."""
+    try:
+        return bool(weight_files(folder))
+    except CheckpointError:
+        return False
+
+
+def shards(index: Path) -> list[str]:
+    """The names of the files that an index lists, which must lie beside it."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise CheckpointError(f"{index} has no weight_map that gives a file for each tensor: {cure(index)}")
+    names = sorted(set(places.values()))
+    for name in names:
+        if re.search(r"[/\\:\0]", name) or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} lists {name!r}: a shard must be a safetensors file in the same folder")
+    return names
+
+
+def almost(folder: Path) -> str:
+    """Why a folder that lacks config.json or weights is not a model yet, and the cure; "" where nothing tells."""
+    place, target, merged = str(folder), f"{folder}-safetensors", f"{folder}-merged"
+    if (folder / "adapter_config.json").exists():
+        return (
+            ": it is a LoRA adapter, which needs its base model: merge the two, and load the result: "
+            'python -c "from peft import AutoPeftModelForCausalLM as M; '
+            f'M.from_pretrained({place!r}).merge_and_unload().save_pretrained({merged!r})"'
+        )
+    saved = [path for path in folder.glob("checkpoint-*") if (path / "config.json").exists()]
+    if saved:
+        newest = max(saved, key=lambda path: (len(path.name), path.name))
+        return f", but {newest.name} inside has: did you mean {newest}?"
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if not pickles:
+        return ""
+    if pickles[0].endswith(".pt") and not (folder / "config.json").exists():
+        advice = "If it is nanoGPT's and you trust it, convert it: python scripts/convert_nanogpt.py "
+        advice += f"{folder / pickles[0]} {target}"
+    else:
+        copy = f"from_pretrained({place!r}).save_pretrained({target!r})"
+        code = f"from transformers import GPT2LMHeadModel as M; M.{copy}"
+        if any((folder / name).exists() for name in TOKENIZER_FILES):
+            code += f"; from transformers import AutoTokenizer as T; T.{copy}"
+        advice = f'If you trust it, convert it: python -c "{code}"'
+    return f", only {', '.join(pickles)}, a pickle, which can run code and is never opened. {advice}"

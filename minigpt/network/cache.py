@@ -118,33 +118,16 @@ class KVCache:
             self.copy_row(last, row, self.lengths[last])
         self.lengths.pop()
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make row `target` a copy of the first `length` tokens of row `source`."""
+    def copy_row(self, source: int, target: int, length: int, shared: int = 0) -> None:
+        """Make row `target` a copy of the first `length` tokens of row `source`; `shared` of them are there already."""
         for part in (self.keys, self.values):
-            part[:, target, :, :length] = part[:, source, :, :length]
+            part[:, target, :, shared:length] = part[:, source, :, shared:length]
         self.lengths[target] = length
 
-    def reserve(self, max_len: int) -> None:
-        """Make room for `max_len` tokens per row: zeros after the last position."""
-        if (more := max_len - self.max_len) > 0:
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
-            keys = torch.nn.functional.pad(self.keys.transpose(3, 4), (0, more)).transpose(3, 4)
+    def reserve(self, max_len: int, rows: int = 0) -> None:
+        """Make room for `max_len` tokens per row, and for so many rows: zeros after the last ones."""
+        longer, more = max(max_len - self.max_len, 0), max(rows - self.keys.shape[1], 0)
+        if longer or more:
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, longer, 0, 0, 0, more))
+            keys = torch.nn.functional.pad(self.keys.transpose(3, 4), (0, longer, 0, 0, 0, 0, 0, more)).transpose(3, 4)
             self.keys = keys if keys.is_cpu else keys.contiguous()
-
-
-class StaticCache(KVCache):
-    """Another cache's memory, for a CUDA graph: all rows over all positions, so that no Python number ever changes."""
-
-    start = None  # rows may differ in length
-
-    def __init__(self, cache: KVCache, at: Tensor) -> None:
-        self.keys, self.values, self._whole, self._seen = cache.keys, cache.values, None, None
-        # at: positions [B,T] of the new tokens, each below max_len. The caller moves them on.
-        self.at, self.rows = at, torch.arange(len(at), device=at.device)[:, None]
-        self.lengths = [cache.max_len - at.shape[1]] * len(at)  # a step ends with every row full
-
-    def indices(self, n_new: int) -> tuple[Tensor, Tensor]:
-        return self.rows, self.at.detach()  # another object each time, so that `visible` is recorded, too
-
-    def advance(self, n_new: int) -> None:
-        """The caller does."""

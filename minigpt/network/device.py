@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,17 +31,17 @@ def find_device(device: str | torch.device) -> torch.device:
 
 def find_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype meant, if `device` supports it; DeviceError naming the ones that it does otherwise."""
-    name = str(dtype).removeprefix("torch.")
-    allowed = ("float32", "float16", "int8" if device.type == "cpu" else "bfloat16")
-    if name not in allowed:
-        known = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-        raise DeviceError(f"dtype {name!r} is not supported on {device.type}: use {known}")
+    name, third = str(dtype).removeprefix("torch."), "int8" if device.type == "cpu" else "bfloat16"
+    if name not in ("float32", "float16", third):
+        raise DeviceError(f"dtype {name!r} is not supported on {device.type}: use float32, float16 or {third}")
     if device.type == "cuda" and name == "float32" and _tf32_enabled():
         warnings.warn(
             "TF32 is enabled (torch.backends.cuda.matmul.allow_tf32, .fp32_precision or set_float32_matmul_precision): "
             "float32 results will differ from the CPU's in the third digit",
             stacklevel=3,
         )
+    if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+        warnings.warn(f"{device} has no fast bfloat16 arithmetic: float16 is faster there", stacklevel=3)
     found: torch.dtype = getattr(torch, name)
     return found
 
@@ -52,10 +53,7 @@ def _tf32_enabled() -> bool:
 
 
 def usable_cpus() -> int:
-    """The threads that pay: PyTorch's own choice, but no more than the process's cgroups let run at once.
-
-    PyTorch knows the affinity of the process, not this limit: with more threads, all of them wait by turns.
-    """
+    """The threads that pay: PyTorch's own choice, but no more than the process's cgroups let run at once."""
     return max(1, min([torch.get_num_threads(), *cpu_limits()]))
 
 
@@ -68,15 +66,11 @@ def cpu_limits(root: Path = Path("/")) -> Iterator[int]:
     mount = root / "sys/fs/cgroup"
     for line in [*own, "0::/", "0:cpu:/"]:  # a container may see its own group as the root, under another name
         controllers, _, group = line.partition(":")[2].partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        for top in (mount / "cpu", mount / controllers) if controllers else (mount, mount / "unified"):
-            path = top / group.strip("/")
+        tops = (mount / "cpu", mount / controllers) if controllers else (mount, mount / "unified")
+        for path in (top / group.strip("/") for top in tops if not controllers or "cpu" in controllers.split(",")):
             for folder in (path, *path.parents):
-                try:
+                with suppress(OSError, ValueError, ZeroDivisionError):  # no such file; "max": no limit
                     quota, period = " ".join((folder / name).read_text() for name in names).split()
                     if int(quota) > 0:
                         yield int(quota) // int(period)
-                except (OSError, ValueError, ZeroDivisionError):  # no such file; "max": no limit
-                    continue

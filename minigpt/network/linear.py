@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,3 +64,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed | No
         return F.linear(x, weight, bias)
     product = product_of(weight, packed)
     return product(x, bias) if x.dim() > 1 else product(x[None], bias)[0]
+
+
+def taken(layer: Any) -> Callable[[Tensor], Tensor]:
+    """The forward of a Linear or LayerNorm without the module, without gradients: right until its weight changes."""
+    weight, bias = layer.weight, layer.bias
+    if isinstance(layer, nn.LayerNorm):
+        return lambda x: torch.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+    product = product_of(weight, layer.packed)
+    return lambda x: product(x, bias)

@@ -49,24 +49,32 @@ def attention_weights(
 ) -> Tensor:
     """softmax(Q K^T * scale + mask), [B,H,T,S]: each row sums to 1 (until dropout, in training)."""
     keys = k.transpose(-2, -1)  # (B, H, S, D) -> (B, H, D, S)
-    scores = (q.float() @ keys.float() if upcast else q @ keys) * scale  # (B, H, T, S)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))
-    weights = F.softmax(scores, dim=-1).to(q.dtype)
+    dtype, q, keys = q.dtype, q.float() if upcast else q, keys.float() if upcast else keys
+    if visible is not None and visible.is_floating_point():  # 0 or -inf, [B,H,T,S], from CUDA graphs: one operator
+        parts = (part.flatten(0, 1) for part in (visible, q, keys))  # (B, H, ...) -> (B*H, ...)
+        scores = torch.baddbmm(*parts, alpha=scale).view_as(visible)
+    else:
+        scores = q @ keys * scale  # (B, H, T, S)
+        scores = scores if visible is None else scores.masked_fill(~visible, float("-inf"))
+    weights = F.softmax(scores, dim=-1).to(dtype)
     return F.dropout(weights, dropout) if dropout else weights
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, dropout: float = 0.0, upcast: bool = False
 ) -> Tensor:
-    """softmax(Q K^T * scale + mask) V, [B,H,T,D], mostly by PyTorch's fused attention, which never holds the weights.
-
-    It takes the scores in the dtype of q and k; for one query on a CPU, the formula is faster, up to 1.4 times.
-    """
-    if (q.shape[2] == 1 and q.is_cpu) or (upcast and q.dtype != torch.float32):
+    """softmax(Q K^T * scale + mask) V, [B,H,T,D], mostly by PyTorch's fused attention, which holds no weights."""
+    # It takes the scores in the dtype of q and k. For one query, on a CPU, the formula is up to 1.4 times as fast.
+    T = q.shape[2]
+    if T == 1 or (upcast and q.dtype != torch.float32):
         return attention_weights(q, k, visible, scale, dropout, upcast) @ v  # (B, H, T, S) @ (B, H, S, D)
     # is_causal aligns its triangle at the top left, which is right only where no token came before.
     square = visible is not None and visible.dim() == 2 and q.shape == k.shape
+    if q.is_cuda and not square:
+        return attention_weights(q, k, visible, scale, dropout) @ v
+    if q.is_cuda:  # cuDNN plans for each new shape, 0.1 s and more: it meets multiples of 64, the padding hidden
+        q, k, v = (F.pad(x, (0, 0, 0, -T % 64)) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale)[:, :, :T]
     return F.scaled_dot_product_attention(q, k, v, None if square else visible, dropout, is_causal=square, scale=scale)
 
 
@@ -167,12 +175,9 @@ class Block(nn.Module):
         scale /= layer + 1 if config.scale_attn_by_inverse_layer_idx else 1
         self.layer = layer
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        size, rates, upcast = (
-            config.n_positions,
-            (config.attn_pdrop, config.resid_pdrop),
-            config.reorder_and_upcast_attn,
-        )
-        self.attn = MultiHeadAttention(config.n_embd, config.n_head, None, size, *rates, True, scale, upcast)
+        rates, upcast = (config.attn_pdrop, config.resid_pdrop), config.reorder_and_upcast_attn
+        sizes = config.n_embd, config.n_head, None, config.n_positions
+        self.attn = MultiHeadAttention(*sizes, *rates, scale=scale, upcast=upcast)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
@@ -221,14 +226,6 @@ class GPT2(nn.Module):
             elif parameter.dim() == 2:  # 2L layers add to the residual stream: their sum is to be as large as one
                 summed = 2 * self.config.n_layer if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(parameter, std=self.config.initializer_range / math.sqrt(summed))
-
-    def parameter_counts(self) -> dict[str, int]:
-        """How many parameters each component has: embeddings, attention, MLP, norms, head (0 where it is tied)."""
-        counts = dict.fromkeys(("embeddings", "attention", "MLP", "norms", "head"), 0)
-        kinds = {"wte": "embeddings", "wpe": "embeddings", "attn": "attention", "mlp": "MLP", "lm_head": "head"}
-        for name, parameter in self.named_parameters():
-            counts[kinds.get(name.split(".")[2 if name.startswith("h.") else 0], "norms")] += parameter.numel()
-        return counts
 
     def positions(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """The positions of token ids [B,T], after those in the cache: [T] or [B,T]. Raises as `hidden` does."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minigpt.files import checkpoint, locate
-from minigpt.files.hub import ALIASES
+from minigpt.files.reading import ALIASES
 from minigpt.loading import load
 from minigpt.network.device import find_device, find_dtype
 from minigpt.parity.check import Check

@@ -37,17 +37,13 @@ class StopText:
         if self.found:
             return ""
         self.held += text
-        hits = [at for at in map(self.held.find, self.stops) if at >= 0]
-        if hits:
-            self.found = True
-            cut = min(hits)
+        if hits := [at for at in map(self.held.find, self.stops) if at >= 0]:
+            self.found, cut = True, min(hits)
         else:  # keep the longest end of the text that begins a stop string
-            cut = next((i for i in range(len(self.held)) if self._may_begin_stop(self.held[i:])), len(self.held))
+            begins = (i for i in range(len(self.held)) if any(stop.startswith(self.held[i:]) for stop in self.stops))
+            cut = next(begins, len(self.held))
         shown, self.held = self.held[:cut], self.held[cut:]
         return shown
-
-    def _may_begin_stop(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self.stops)
 
     def flush(self) -> str:
         """No more text comes: what was held back, unless it is a stop string."""

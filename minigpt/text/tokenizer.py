@@ -12,10 +12,9 @@ from typing import Any
 import tiktoken
 
 from minigpt.checks import short_repr
-from minigpt.errors import PromptError, TokenizerError
-from minigpt.text.added import GPT2_ADDED
-from minigpt.text.folder import Found, read_folder
-from minigpt.text.vocabulary import gpt2_vocabulary, official_files, text_bytes
+from minigpt.errors import CheckpointError, PromptError, TokenizerError
+from minigpt.text.folder import Added, Found, read_folder
+from minigpt.text.vocabulary import END_OF_TEXT, gpt2_vocabulary, official_files, text_bytes
 
 # tiktoken's r50k pattern: GPT-2's pieces, by regular expressions that do not overflow on long words.
 _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -44,7 +43,7 @@ class Tokenizer:
         self._bytes |= {token.id: text.encode(errors="replace") for text, token in added.items()}
         more = f" + {len(self._bytes) - own} added" if len(self._bytes) > own else " tokens"
         self.origin = origin or f"{found.source or _OWN}, {own}{more}"
-        self._found, self._added = found, added
+        self._source, self._files, self._added = found.source, found.files, added
         texts = sorted(added, key=len, reverse=True)  # the longest match wins
         groups = [[re.escape(text) for text in texts if added[text].normalized is last] for last in (False, True)]
         self._patterns = [re.compile("|".join(group)) for group in groups if group]
@@ -53,7 +52,8 @@ class Tokenizer:
     @classmethod
     def gpt2(cls) -> Tokenizer:
         """The vocabulary of OpenAI's GPT-2, 50257 tokens, from this package."""
-        return cls(Found(gpt2_vocabulary(), GPT2_ADDED, "", {}), _OWN)
+        end = Added(50256, special=True, normalized=False)
+        return cls(Found(gpt2_vocabulary(), {END_OF_TEXT: end}, "", {}), _OWN)
 
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int, config: Mapping[str, Any] | None = None) -> Tokenizer | None:
@@ -61,25 +61,18 @@ class Tokenizer:
 
         config: the contents of config.json, which may name another tokenizer.
         A folder without one gets GPT-2's if vocab_size allows, with a warning if the model looks like another; else
-        None: such a model takes token ids only. Ids may have gaps anywhere, as pruned and padded vocabularies do.
+        None: such a model takes token ids only. Ids may have gaps, as in pruned and padded vocabularies.
         Raises TokenizerError, naming the file and the cure, if it is damaged or is not GPT-2's kind of tokenizer.
         """
-        found = read_folder(folder, vocab_size, config or {})
-        if found is None:
-            return None
-        vocabulary, added = found.vocabulary, found.added
-        # Added tokens may lie beyond it: fine-tunes often add one for padding that the model has no row for.
-        highest = max(*vocabulary.ids, *(id for text, id in vocabulary.others.items() if text not in added))
-        if highest >= vocab_size:
-            raise TokenizerError(
-                f"{folder}: the tokenizer has a token with id {highest}, but the model's vocab_size is {vocab_size}: "
-                "use the tokenizer files that belong to this model"
-            )
-        return cls(found, "" if found.source or found.files else f"{_OWN}: the folder has none")
+        try:
+            found = read_folder(folder, vocab_size, config or {})
+        except CheckpointError as error:
+            raise TokenizerError(str(error)) from None
+        return found and cls(found, "" if found.source or found.files else f"{_OWN}: the folder has none")
 
     def files(self) -> dict[str, bytes]:
         """{name: contents} of the files that stand for this tokenizer: as they were read, or OpenAI's, made anew."""
-        return {**self._found.files, **({} if self._found.source else official_files())}
+        return {**self._files, **({} if self._source else official_files())}
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -142,6 +135,5 @@ class Tokenizer:
         try:
             return self._bytes[index(id)]
         except KeyError:
-            raise PromptError(
-                f"token id {short_repr(id)} is not one of the tokenizer's, below {self.n_vocab}"
-            ) from None
+            wrong = f"token id {short_repr(id)} is not one of the tokenizer's, below {self.n_vocab}"
+            raise PromptError(wrong) from None

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minigpt.errors import MiniGPTError, TokenizerError
-from minigpt.files import reading
 from minigpt.files.reading import cure
 
 END_OF_TEXT = "<|endoftext|>"
@@ -34,23 +33,6 @@ _OFFICIAL = {
     "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "tokenizer.json": "8414cab924d8b9b33013f0d221c5862f365ee9be39c5c2bfae8a5a9e970478a6",
-}
-
-# What a tokenizer.json may say, by part and setting (absent is None): the byte-level BPE of GPT-2 and nothing else.
-_OFF = (None, False, "")
-_PIPELINE: dict[str, dict[str, tuple[Any, ...]]] = {
-    "model": {
-        "type": (None, "BPE"),
-        "dropout": _OFF,
-        "continuing_subword_prefix": _OFF,
-        "end_of_word_suffix": _OFF,
-        "byte_fallback": _OFF,
-        "ignore_merges": _OFF,
-    },
-    "normalizer": {"type": (None,)},
-    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": _OFF, "use_regex": (None, True)},
-    "post_processor": {"type": (None, "ByteLevel", "TemplateProcessing"), "special_tokens": (None, {})},
-    "decoder": {"type": ("ByteLevel",)},
 }
 
 
@@ -76,8 +58,9 @@ def official_files() -> dict[str, bytes]:
     """OpenAI's vocab.json and merges.txt, byte for byte, made from the vocabulary in this package."""
     tokens, _, others = gpt2_vocabulary()
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    merges = [" ".join(map(spelled, _apply(ranks, token, rank))) for token, rank in ranks.items() if rank >= 256]
-    return _saved({spelled(token): rank for token, rank in ranks.items()} | dict(others), merges)
+    spelled = {token: "".join(_SPELLING[byte] for byte in token) for token in tokens}
+    merges = [" ".join(spelled[part] for part in _apply(ranks, token, ranks[token])) for token in tokens[256:]]
+    return _saved({spelled[token]: rank for token, rank in ranks.items()} | dict(others), merges)
 
 
 def _saved(vocab: Mapping[str, int], merges: Sequence[str]) -> dict[str, bytes]:
@@ -90,35 +73,7 @@ def is_official(name: str, data: bytes) -> bool:
     return hashlib.sha256(data).hexdigest() == _OFFICIAL[name]
 
 
-def from_pair(vocab_path: Path, vocab: bytes, merges_path: Path, merges: bytes) -> Vocabulary:
-    """The vocabulary that vocab.json and merges.txt stand for. Raises TokenizerError."""
-    if is_official("vocab.json", vocab) and is_official("merges.txt", merges):
-        return gpt2_vocabulary()
-    lines = reading.as_text(merges_path, merges, TokenizerError).splitlines()
-    listed = [line for line in lines if not line.startswith("#version")]
-    return _build(vocab_path, reading.as_json(vocab_path, vocab, TokenizerError), merges_path, listed)
-
-
-def from_pipeline(path: Path, data: bytes) -> tuple[Vocabulary, list[Any]]:
-    """The vocabulary and the added tokens of a tokenizer.json.
-
-    Raises TokenizerError, naming the setting, if it does anything that GPT-2's does not.
-    """
-    if is_official("tokenizer.json", data):
-        return gpt2_vocabulary(), []
-    pipeline = reading.as_json(path, data, TokenizerError)
-    for name, settings in _PIPELINE.items():
-        part = pipeline.get(name) or {}
-        if not isinstance(part, dict) or (name == "model" and not part):
-            raise TokenizerError(f"{path} is damaged, its {name} is {part!r}: {cure(path)}")
-        for setting, supported in settings.items():
-            if part.get(setting) not in supported:
-                raise TokenizerError(f"{path}: {name} with {setting} = {part.get(setting)!r} is not supported")
-    model = pipeline["model"]
-    return _build(path, model.get("vocab"), path, model.get("merges")), pipeline.get("added_tokens") or []
-
-
-def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Vocabulary:
+def build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Vocabulary:
     """The vocabulary that {token: id} and a list of merges, "left right" or [left, right], stand for.
 
     tiktoken joins any neighbours that make a token, the lowest rank first; Hugging Face only the listed pairs. It comes
@@ -141,9 +96,8 @@ def _build(vocab_path: Path, vocab: Any, merges_path: Path, merges: Any) -> Voca
     for number, line in enumerate(lines, 1):
         where, parts = f"{merges_path}, merge {number}, {line[:200]!r}", line.split(" ")
         if len(parts) != 2 or any(part not in vocab for part in (*parts, "".join(parts))):
-            raise TokenizerError(
-                f"{where}: not two tokens that make a third one: {cure(merges_path)}, and {vocab_path.name}"
-            )
+            remedy = f"{cure(merges_path)}, and {vocab_path.name}"
+            raise TokenizerError(f"{where}: not two tokens that make a third one: {remedy}")
         try:
             left, right = map(to_bytes, parts)
         except KeyError:
@@ -177,11 +131,6 @@ def _apply(ranks: Mapping[bytes, int], token: bytes, below: float = math.inf) ->
 def to_bytes(spelling: str) -> bytes:
     """The bytes of a token. Raises KeyError for what is not spelled as byte-level tokens are."""
     return bytes([ALPHABET[char] for char in spelling])
-
-
-def spelled(token: bytes) -> str:
-    """How files spell a token."""
-    return "".join(_SPELLING[byte] for byte in token)
 
 
 def text_bytes(spelling: str) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from hub_server import HubServer, environment
 
 import minigpt
 from minigpt import GPT2, GPT2Config, Tokenizer
@@ -91,7 +92,19 @@ def test_json_holds_the_whole_record(run: Any, folder: Path) -> None:
     )
     records = [json.loads(line) for line in out.splitlines()]
     assert (code, err, len(records)) == (0, "", 2)
-    keys = ["id", "sample", "prompt", "prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs", "model"]
+    keys = [
+        "id",
+        "sample",
+        "prompt",
+        "prompt_ids",
+        "text",
+        "ids",
+        "finish_reason",
+        "seed",
+        "logprobs",
+        "score",
+        "model",
+    ]
     assert all(list(record) == keys for record in records)
     first = records[0]
     assert (first["prompt"], first["sample"], first["model"]) == ("Caf\u00e9", 0, str(folder))
@@ -454,8 +467,15 @@ print("codes", codes)
 """
 
 
+def test_stats_where_there_is_no_resource_module(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with "the installation is broken": Windows has no such module."""
+    monkeypatch.setitem(sys.modules, "resource", None)
+    code, out, err = run(*GENERATE, "Hello", "-n", "3", "--stats")
+    assert code == 0 and out and "peak memory" not in err and "device: cpu" in err
+
+
+@pytest.mark.slow
 def test_every_command_works_without_what_only_posix_has(folder: Path, tmp_path: Path) -> None:
-    """generate --stats ended with "the installation is broken" where there is no module `resource`: on Windows."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n')
     where = ["--offline", "-m", str(folder)]
@@ -482,7 +502,9 @@ def test_every_command_works_without_what_only_posix_has(folder: Path, tmp_path:
         ["info", *where],
         ["parity", "--device", "cpu", *where],
     ]
-    done = subprocess.run([sys.executable, "-c", WINDOWS, json.dumps(commands)], capture_output=True, text=True)
+    run = [sys.executable, "-c", WINDOWS, json.dumps(commands)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # transformers was imported before parity can say so
+    done = subprocess.run(run, capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines()[-1] == f"codes {[0] * len(commands)}", done.stderr
     assert "peak memory" not in done.stderr and "device: cpu" in done.stderr
 
@@ -606,7 +628,7 @@ def test_score_of_many_texts(run: Any, folder: Path, tmp_path: Path) -> None:
     wanted = {
         2: "the text has 71 tokens, but the model's context is 64",
         5: "there is nothing to score: that takes two tokens, or one and --bos or a context",
-        8: "unknown key 'prompt': a line has text, context, id and special",
+        8: "unknown key 'prompt': a line has text, context, id, and special",
         9: "text must be a text, not int",
         10: "context must be a text, not int",
         11: "a line needs a text",
@@ -627,6 +649,8 @@ def test_score_of_many_texts_with_options(run: Any, folder: Path) -> None:
     assert code == 1 and first["perplexity"] == pytest.approx(lm.score(text, stride=32, bos=True).perplexity, rel=1e-5)
     assert second["ids"] == [50256, 64] and "context goes with neither bos nor stride" in third["error"]
     assert run("score", "--offline", "--input", "-", "--special", stdin=b'{"text": "<|endoftext|> a"}')[2] == ""
+    code, out, err = run("score", "--offline", "--input", "-", stdin=b"nothing good")  # no text to score at all
+    assert code == 1 and json.loads(out)["line"] == 1
     code, out, err = run("score", "--offline", "--input", "-")
     assert code == 1 and 'standard input is empty: it should hold a JSON object a line, such as {"text": "Once"}' in err
     for more in (["text"], ["--context", "a"], ["--ids"], ["-f", "x"]):
@@ -666,6 +690,38 @@ def test_info_refuses_files_that_do_not_fit_their_config(run: Any, folder: Path,
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         code, out, err = run("info", "--offline", "-m", str(tmp_path), model=False)
         assert (code, out) == (1, "") and "the weights do not fit config.json" in err and err.count("\n") == 1
+
+
+def test_info_downloads_no_weights_and_says_that_they_are_not_here(folder: Path, tmp_path: Path) -> None:
+    """It fetched gigabytes to print the configuration."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    huge = json.dumps({**json.loads(files["config.json"]), "n_layer": 10**9}).encode()
+    with HubServer() as hub:
+        hub.add("me/model", files)
+        hub.add("me/huge", {**files, "config.json": huge})  # nothing proves it: no such model may be built
+
+        def info(name: str, *args: str, code: str = "from minigpt.cli.main import main; sys.exit(main())") -> str:
+            argv = [sys.executable, "-c", f"import sys; {code}", "info", "-m", name, *args]
+            env = environment(hub.url, tmp_path)
+            done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+            assert (done.returncode, done.stderr) == (0, "")
+            return done.stdout
+
+        out = info("me/model")
+        assert "the weights are not here" in out and "n_positions" in out and "sha256" not in out
+        assert "model.safetensors" not in hub.asked() and "config.json" in hub.asked()
+        record = json.loads(info("me/model", "--json", "--offline"))
+        total = sum(parameter.numel() for parameter in minigpt.load(folder).model.parameters())
+        assert record["files"] == [] and sum(record["parameters"].values()) == total
+        assert sum(json.loads(info("me/huge", "--json"))["parameters"].values()) > 10**9
+        info("me/model", code="from minigpt.files.locate import locate; locate('me/model')")
+        assert "the weights are not here" not in (out := info("me/model", "--offline")) and "sha256" in out
+
+
+def test_info_refuses_a_folder_without_weights(run: Any, folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    code, out, err = run("info", "-m", str(tmp_path), model=False)
+    assert (code, out) == (1, "") and "has no model.safetensors" in err
 
 
 # Real processes
@@ -761,6 +817,7 @@ def test_nobody_reading_stderr_loses_no_record(folder: Path, tmp_path: Path) -> 
     assert running.returncode == 0 and len(out.splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_line(endless: list[str]) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")

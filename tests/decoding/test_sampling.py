@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 import torch
@@ -91,10 +92,59 @@ def test_filters_equal_transformers(size: int, kind: str) -> None:
     ids = sorted({0, size // 2, size - 1})
     expected = reference(hf.SuppressTokensLogitsProcessor([*ids, size, 10**9]), logits)
     assert torch.equal(sampling.suppress(logits, [*ids, size, 10**9]), expected)
-    bias = {token: (-1.0) ** token * (token + 0.3) for token in ids}
-    expected = reference(hf.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()}), logits)
-    assert torch.equal(sampling.add_bias(logits, bias), expected)
+    for p in (1e-6, 0.1, 0.5, 0.9, 0.999):
+        assert torch.equal(sampling.keep_typical(logits, p), reference(hf.TypicalLogitsWarper(p), logits)), p
+        assert torch.equal(sampling.drop_below(logits, p), reference(hf.EpsilonLogitsWarper(p), logits)), p
+        actual = sampling.drop_below(logits, sampling.eta_bound(logits, p))
+        assert torch.equal(actual, reference(hf.EtaLogitsWarper(p), logits)), p
     assert torch.equal(logits, before)  # nothing was modified in place
+
+
+@pytest.mark.parametrize("size, kind", [(size, kind) for size, kind in SHARED if size < VOCAB])
+def test_biases_of_sequences_and_bad_words_equal_transformers(size: int, kind: str) -> None:
+    """Sums are rounded, so the order of what is added to one id counts."""
+    random, logits = Random(size), make_logits(size, 1, kind)
+    for _ in range(20):
+        few = range(min(size, 3))
+        history = random.choices(few, k=random.randint(1, 9))
+        bias = {tuple(random.choices(few, k=random.randint(1, 4))): random.uniform(-9, 9) for _ in range(12)}
+        expected = reference(hf.SequenceBiasLogitsProcessor(bias), logits, history)
+        assert torch.equal(sampling.add_bias(logits, history, list(bias.items())), expected), (history, bias)
+        words, n_new = [list(ids) for ids in bias], len(history)
+        expected = reference(hf.NoBadWordsLogitsProcessor(words, [0]), logits, history)
+        if (expected > -INF).any():
+            params = SamplingParams(bad_words_ids=words)
+            assert torch.equal(sampling.process(logits, history, n_new, params, [0]), expected), (history, words)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4])
+def test_filters_of_beams_keep_as_many_as_transformers(keep: int) -> None:
+    """A beam needs a token more than there are end ids (min_tokens_to_keep)."""
+    for size, kind in [(2, "smooth"), *((300, kind) for kind in KINDS)]:
+        logits = make_logits(size, 2, kind)
+        for x in (1e-5, 0.02, 0.3, 0.9):
+            for actual, processor in (
+                (sampling.keep_top_p(logits, x, keep), hf.TopPLogitsWarper),
+                (sampling.keep_min_p(logits, x, keep), hf.MinPLogitsWarper),
+                (sampling.keep_typical(logits, x, keep), hf.TypicalLogitsWarper),
+                (sampling.drop_below(logits, x, keep), hf.EpsilonLogitsWarper),
+                (sampling.drop_below(logits, sampling.eta_bound(logits, x), keep), hf.EtaLogitsWarper),
+            ):
+                assert torch.equal(actual, reference(processor(x, min_tokens_to_keep=keep), logits)), (kind, x)
+
+
+def test_filters_equal_transformers_where_tokens_are_barred() -> None:
+    logits = sampling.keep_top_k(make_logits(VOCAB, 2, "ties"), 40)
+    for x in (0.01, 0.2, 0.7, 0.95):
+        assert torch.equal(sampling.keep_typical(logits, x), reference(hf.TypicalLogitsWarper(x), logits))
+        actual = sampling.drop_below(logits, sampling.eta_bound(logits, x))
+        assert torch.equal(actual, reference(hf.EtaLogitsWarper(x), logits))
+
+
+def test_bad_words_bar_what_completes_them_and_no_end_id() -> None:
+    params = SamplingParams(bad_words_ids=[[1], [2], [3, 4], [5, 6, 0]])
+    for history, barred in (([0], {2}), ([3], {2, 4}), ([5, 6], {2, 0}), ([6], {2}), ([4, 3], {2, 4})):
+        assert kept(sampling.process(torch.zeros(7), history, 0, params, end_ids=[1])) == set(range(7)) - barred
 
 
 def test_top_p_equals_transformers_after_top_k() -> None:
@@ -157,10 +207,15 @@ def chain(model: GPT2LMHeadModel, params: SamplingParams, n_prompt: int, end_ids
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p or None,
+        typical_p=params.typical_p,
+        epsilon_cutoff=params.epsilon_cutoff,
+        eta_cutoff=params.eta_cutoff,
         repetition_penalty=params.repetition_penalty,
         no_repeat_ngram_size=params.no_repeat_ngram_size,
         min_new_tokens=params.min_new_tokens,
-        sequence_bias={(token,): value for token, value in params.logit_bias.items()} or None,
+        sequence_bias={(token,): value for token, value in params.logit_bias.items()} | dict(params.sequence_bias)
+        or None,
+        bad_words_ids=[list(ids) for ids in params.bad_words_ids] or None,
         suppress_tokens=list(params.suppress_tokens) or None,
     )
     config._eos_token_tensor = torch.tensor(end_ids)
@@ -171,7 +226,7 @@ def chain(model: GPT2LMHeadModel, params: SamplingParams, n_prompt: int, end_ids
 @given(data=st.data())
 def test_chains_equal_transformers(model: GPT2LMHeadModel, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from((6, 7, 100, 3000)), "V")
-    token = st.integers(0, size - 1)
+    token, few = st.integers(0, size - 1), st.integers(0, 3)
     logits = make_logits(size, data.draw(st.integers(0, 99)), data.draw(st.sampled_from(KINDS[:4])))
     history = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=12))
     n_new = data.draw(st.integers(0, len(history) - 1), "n_new")
@@ -180,10 +235,15 @@ def test_chains_equal_transformers(model: GPT2LMHeadModel, data: st.DataObject) 
         top_k=data.draw(st.sampled_from((0, 1, 2, 40, 5000))),
         top_p=data.draw(st.sampled_from((0.0, 0.3, 0.9, 0.99, 1.0))),
         min_p=data.draw(st.sampled_from((0.0, 0.01, 0.5))),
+        typical_p=data.draw(st.sampled_from((0.2, 0.9, 1.0))),
+        epsilon_cutoff=data.draw(st.sampled_from((0.0, 3e-3, 0.2))),
+        eta_cutoff=data.draw(st.sampled_from((0.0, 3e-3, 0.2))),
         repetition_penalty=data.draw(st.sampled_from((0.8, 1.0, 1.2))),
         no_repeat_ngram_size=data.draw(st.integers(0, 4)),
         min_new_tokens=data.draw(st.integers(0, 3)),
         logit_bias=data.draw(st.dictionaries(token, st.floats(-9, 9, width=32), max_size=3)),
+        sequence_bias=data.draw(st.dictionaries(st.tuples(few, few), st.floats(-9, 9, width=32), max_size=3)),
+        bad_words_ids=data.draw(st.lists(st.lists(few, min_size=2, max_size=3), max_size=2)),
         suppress_tokens=tuple(data.draw(st.lists(token.filter(lambda token: token != 5), max_size=2))),
     )
     end_ids = data.draw(st.sampled_from(([4], [4, 1], [4, size])))
@@ -369,7 +429,7 @@ def test_barring_every_token_is_an_error_not_token_0(temperature: float) -> None
 def test_processors_that_overflow_are_an_error(temperature: float) -> None:
     for override in ({"logit_bias": {1: 1e39}}, {"repetition_penalty": 1e-40}, {"repetition_penalty": 1e-60}):
         params = SamplingParams(temperature=temperature, **override)
-        with pytest.raises(MiniGPTError, match="logit_bias or repetition_penalty"):
+        with pytest.raises(MiniGPTError, match="a bias or repetition_penalty"):
             sampling.process(torch.tensor([0.0, 1.0, 2.0]), [0, 1, 2], 0, params)
 
 

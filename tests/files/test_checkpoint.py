@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import minigpt
 from minigpt.errors import CheckpointError
-from minigpt.files import checkpoint, mapping, write
+from minigpt.files import checkpoint, tensors
 from minigpt.files.checkpoint import describe, load_model, read_config, read_generation
-from minigpt.files.folder import weight_files
+from minigpt.files.checkpoint import write_checkpoint as save
 from minigpt.files.locate import locate
-from minigpt.files.names import shapes as official_shapes
-from minigpt.files.write import write_checkpoint as save
+from minigpt.files.reading import weight_files
+from minigpt.files.tensors import shapes as official_shapes
 from minigpt.network.config import GPT2Config
 from minigpt.network.model import GPT2
 
@@ -577,10 +577,10 @@ def test_a_file_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(checkpoint, "safe_open", fail)
+    monkeypatch.setattr(tensors, "safe_open", fail)
     assert "model.safetensors cannot be read: Permission denied" in refused(folder)
     monkeypatch.undo()
-    monkeypatch.setattr(mapping.mmap, "mmap", fail)
+    monkeypatch.setattr(tensors.mmap, "mmap", fail)
     assert "cannot be read: Permission denied" in refused(folder)
 
 
@@ -696,7 +696,7 @@ def test_saving_beside_a_vocabulary(original: Path, tmp_path: Path) -> None:
     assert load_model(tmp_path) and (tmp_path / "vocab.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("failing", ["_write_weights", "replace"])
+@pytest.mark.parametrize("failing", ["write_weights", "replace"])
 def test_a_failure_while_saving_leaves_no_model(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -705,10 +705,10 @@ def test_a_failure_while_saving_leaves_no_model(
 
     def fail(source: Path, *_: Any) -> None:
         calls.append(source)
-        source.write_bytes(b"half") if failing == "_write_weights" else None
+        source.write_bytes(b"half") if failing == "write_weights" else None
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write if failing == "_write_weights" else write.os, failing, fail)
+    monkeypatch.setattr(checkpoint if failing == "write_weights" else checkpoint.os, failing, fail)
     with pytest.raises(CheckpointError, match=r"cannot save to .*No space left"):
         save(model, tmp_path / "new")
     assert calls and list((tmp_path / "new").iterdir()) == []

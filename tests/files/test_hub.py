@@ -27,8 +27,8 @@ from hub_server import HubServer, environment
 from minigpt.errors import CheckpointError, ModelNotFoundError
 from minigpt.files import hub as hub_module
 from minigpt.files import locate as locate_module
-from minigpt.files.hub import ALIASES
 from minigpt.files.locate import locate
+from minigpt.files.reading import ALIASES
 
 ROOT = Path(__file__).resolve().parents[2]
 REPO = "openai-community/gpt2"
@@ -500,7 +500,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(locate_module, "_WEIGHTS", tmp_path / "checkout" / "weights")
     monkeypatch.setattr(locate_module, "_packaged_demo", lambda: None)
-    monkeypatch.setattr(locate_module, "from_hub", lambda name, repo, *_: Path("hub", repo))
+    monkeypatch.setattr(hub_module, "from_hub", lambda name, repo, *_: Path("hub", repo))
     return tmp_path
 
 
@@ -546,7 +546,7 @@ def test_a_folder_without_a_model_is_named_where_the_hub_has_none(
     def refuse(*_: object) -> Path:
         raise ModelNotFoundError("there is no such model on the hub")
 
-    monkeypatch.setattr(locate_module, "from_hub", refuse)
+    monkeypatch.setattr(hub_module, "from_hub", refuse)
     (places / "here" / "me" / "empty").mkdir(parents=True)
     for name, text in (
         ("me/empty", "me/empty is a folder here, but holds no model"),

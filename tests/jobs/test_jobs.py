@@ -74,7 +74,19 @@ def test_each_line_gives_what_it_gives_alone_in_input_order(folder: Path, job: A
     assert code == 0 and "5/5 lines" in err
     assert [record["id"] for record in records] == ["first", 77, 3, 3, 3, 4, 5]
     assert [record["sample"] for record in records] == [0, 0, 0, 1, 2, 0, 0]
-    keys = ["id", "sample", "prompt", "prompt_ids", "text", "ids", "finish_reason", "seed", "logprobs", "model"]
+    keys = [
+        "id",
+        "sample",
+        "prompt",
+        "prompt_ids",
+        "text",
+        "ids",
+        "finish_reason",
+        "seed",
+        "logprobs",
+        "score",
+        "model",
+    ]
     assert all(list(record) == keys for record in records)
     assert [record["seed"] for record in records] == [101, 102, 5, 6, 7, 104, 105]  # its own, or --seed + its number
     assert [record["prompt"] for record in records[:2]] == ["Hello there", None]

@@ -282,7 +282,7 @@ def test_logit_bias() -> None:
 
 @pytest.mark.parametrize("name", ["suppress_tokens", "stop_ids"])
 def test_lists_of_ids(name: str) -> None:
-    for value in ("12", b"12", 12, 1.5, object()):
+    for value in ("12", b"12", 12, 1.5, object(), {}, {3: 1}):
         refused(SamplingParams, name, value)
     for item in (-1, "1", 1.5, True, None, [1]):
         with pytest.raises(ValueError) as error:
@@ -303,7 +303,7 @@ def test_stops() -> None:
         "caf\u00e9",
         "\U0001f642",
     )
-    for value in ("", [""], ["a", ""], [1], 1, b"ab", [b"ab"], [["a"]]):
+    for value in ("", [""], ["a", ""], [1], 1, {}, {"a": 1}, b"ab", [b"ab"], [["a"]]):
         refused(SamplingParams, "stop", value)
 
 

@@ -52,7 +52,7 @@ class Scripted(GPT2):
         self.script = script
 
     def hidden(self, ids: torch.Tensor, cache: Any = None, **_: Any) -> torch.Tensor:
-        positions = cache.positions(ids.shape[1])
+        _, positions = cache.indices(ids.shape[1])
         cache.advance(ids.shape[1])
         return positions[..., None].float()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import warnings
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,14 +65,14 @@ def test_a_stream_is_closed_from_another_thread(lm: LanguageModel, monkeypatch: 
     next(stream)
     hidden = lm.model.hidden
     steps = type(stream._drawn.gi_frame.f_locals["batch"].steps)
-    call = steps.__call__
+    draw = steps.draw
 
     def slow(self: object, *args: object) -> object:
         inside.set()
         assert go_on.wait(20)
-        return call(self, *args)
+        return draw(self, *args)
 
-    monkeypatch.setattr(steps, "__call__", slow)
+    monkeypatch.setattr(steps, "draw", slow)
     with ThreadPoolExecutor(1) as pool:
         rest = pool.submit(list, stream)
         assert inside.wait(20)
@@ -136,6 +138,9 @@ def test_one_of_many_streams_is_closed_and_its_slot_is_free(lm: LanguageModel) -
     streams.close(0)
     rest = [row for row, _ in streams]
     assert rest.count(0) == 0 and rest[:3] == [2, 1, 2] and rest.count(1) == 28 and rest.count(2) == 30
+    early = lm.stream_many([[3], [4], [5]], LONG, batch_size=1)
+    early.close(1)  # before it was read: it costs no step
+    assert [row for row, _ in early] == [0] * 30 + [2] * 30
     closed = lm.stream_many([[3], [4]], LONG)
     next(closed)
     closed.close()
@@ -164,7 +169,7 @@ def test_a_row_that_fails_leaves_no_nan_for_the_next_in_its_slot(batch_size: int
 
 
 def test_options_without_effect_are_said(lm: LanguageModel) -> None:
-    with pytest.warns(UserWarning, match="top_k, seed has no effect at temperature 0"):
+    with pytest.warns(UserWarning, match="top_k, seed have no effect at temperature 0"):
         lm.generate([3], top_k=5, seed=1, max_new_tokens=1)
     with pytest.warns(UserWarning, match="samples has no effect"):
         lm.generate([3], samples=2, max_new_tokens=1)
@@ -192,3 +197,42 @@ def test_prompts_in_other_clothes(lm: LanguageModel) -> None:
 def test_a_model_says_what_it_is(lm: LanguageModel) -> None:
     assert repr(lm) == "LanguageModel(0.0M parameters, cpu, float32, tokenizer: none)"
     assert "12.4M parameters, cpu, float32" in repr(minigpt.load("demo", device="cpu"))
+
+
+def test_ablated_calls_follow_the_model() -> None:
+    """Weights, layers and hooks that come and go after the first ablated call."""
+    lm = LanguageModel(from_hf(hf_model()).requires_grad_(False))
+    params = SamplingParams(max_new_tokens=8, stop_ids=())
+    first = lm.generate([3], params, ablate=["0.1"])
+    assert lm.without(["0.1"]) is lm.without(["0.1", "0.1"]) and lm.without([]) is lm
+    handle = lm.model.h[0].mlp.register_forward_hook(lambda module, args, out: out * 3)
+    hooked = lm.generate([3], params, ablate=["0.1"])
+    handle.remove()
+    assert lm.generate([3], params, ablate=["0.1"]) == first != hooked
+    with torch.no_grad():
+        lm.model.h[0].attn.c_proj.weight[:, :6].mul_(-1)  # head 0
+    moved = lm.generate([3], params, ablate=["0.1"])
+    assert moved == lm.without(["0.1"]).generate([3], params) != first
+    lm.model.h[1] = from_hf(hf_model(seed=5)).h[1]
+    assert lm.generate([3], params, ablate=["0.1"]) != moved
+
+
+def test_ablated_calls_follow_an_optimizer_that_counts_nothing() -> None:
+    """A fused step leaves the versions of the weights as they are."""
+    lm = LanguageModel(from_hf(hf_model()).requires_grad_(True))
+    optimizer = torch.optim.AdamW(lm.model.parameters(), lr=0.1, fused=True)
+    before = lm.score([3, 4, 5, 6], ablate=["0.1"])
+    lm.model(torch.tensor([[3, 4, 5, 6]])).logsumexp(-1).sum().backward()
+    optimizer.step()
+    after = lm.score([3, 4, 5, 6], ablate=["0.1"])
+    fresh = LanguageModel(copy.deepcopy(lm.model)).score([3, 4, 5, 6], ablate=["0.1"])
+    assert after.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)  # measured: 0, on two threads
+    assert after.logprobs != pytest.approx(before.logprobs, abs=0.1)
+
+
+def test_save_and_load_say_what_they_take(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"not GPT2LMHeadModel: those of transformers have save_pretrained\(folder\)"):
+        minigpt.save(hf_model(), tmp_path / "new")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a name or a folder, not a GPT2LMHeadModel"):
+        minigpt.load(hf_model())  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()

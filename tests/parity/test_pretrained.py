@@ -7,8 +7,8 @@ from conftest import DEVICES
 from judge import judge
 
 from minigpt import ModelNotFoundError
-from minigpt.files.hub import ALIASES
 from minigpt.files.locate import locate
+from minigpt.files.reading import ALIASES
 from minigpt.parity import run
 from minigpt.parity.check import Check
 

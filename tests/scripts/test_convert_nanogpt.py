@@ -85,7 +85,7 @@ def test_the_same_logits(tmp_path: Path, bias: bool, compiled: bool) -> None:
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors",
     }  # fmt: skip
-    assert lm.end_ids == ()  # 65 characters have no end of text
+    assert lm.limits.end_ids == ()  # 65 characters have no end of text
 
 
 def test_a_padded_vocabulary_stays_and_has_gpt2s_tokens(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_errors_are_a_sentence(tmp_path: Path) -> None:
     assert "not a ckpt.pt of nanoGPT" in said({"weights": whole})
     assert "is not a ckpt.pt" in said(b"half a file")
     assert "holds more than weights" in said({"model": whole, "model_args": ARGS, "code": Path})
-    assert "does not fit its model_args: h.0.ln_1.bias" in said({"model": state(False), "model_args": ARGS})
+    assert "does not fit its model_args: h.0.attn.c_attn.bias" in said({"model": state(False), "model_args": ARGS})
     assert "n_embd" in said({"model": whole, "model_args": {**ARGS, "n_embd": 17}})
     torch.save({"model": whole, "model_args": ARGS}, tmp_path / "ckpt.pt")
     assert "holds a model already" in convert(tmp_path / "ckpt.pt", tmp_path).stderr

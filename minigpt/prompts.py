@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from minigpt.decoding.beams import Search
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Failure, Limits, Prompt, Sequence
 from minigpt.errors import MiniGPTError, PromptError, TokenizerError
@@ -60,8 +61,8 @@ def final(params: SamplingParams | None, overrides: Mapping[str, object]) -> Sam
     """The params with the overrides in place. Warns of options that have no effect."""
     params = (params or SamplingParams()).over(overrides)
     if unused := params.without_effect():
-        names = ", ".join(unused)
-        warnings.warn(f"{names} has no effect at temperature 0, which is greedy decoding", stacklevel=4)
+        names = f"{', '.join(unused)} {'have' if len(unused) > 1 else 'has'}"
+        warnings.warn(f"{names} no effect at temperature 0, which is greedy decoding", stacklevel=4)
     return params
 
 
@@ -110,4 +111,6 @@ def sequences(tasks: Iterable[Task | None], encode: Encode, limits: Limits) -> I
 
 def samples(prompt: Prompt, params: SamplingParams, limits: Limits) -> Iterator[Sequence]:
     """The prompt's samples, each as it is asked for."""
+    if params.num_beams > 1:
+        return iter(Search(prompt, params, limits).beams[: params.samples])
     return (Sequence(prompt, params, sample, limits) for sample in range(params.samples))

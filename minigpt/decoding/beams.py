@@ -1,0 +1,160 @@
+"""Beam search: the most probable continuations of a prompt, where greedy decoding takes the best next token alone.
+
+Formulas and order are those of Hugging Face transformers 5 (GenerationMixin._beam_search): the tests compare ids and
+scores. N = num_beams sequences run on. A step adds the log-probabilities of all tokens to their scores, and takes the
+best K of these N * V candidates, or above temperature 0 draws K without replacement:
+
+    K = N * max(2, 1 + number of end ids), so that N of them do not end
+    those of the best N that end are complete, with the score  sum of log-probabilities / tokens ** length_penalty
+    the best N of the K that do not end run on
+
+A candidate ends with an end id, with a stop string (transformers finds one that began in the prompt, too), or because
+max_new_tokens, the context or max_seconds allow no more. The best N complete ones are kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minigpt.decoding.params import SamplingParams
+from minigpt.decoding.sampling import process
+from minigpt.decoding.sequence import Limits, Prompt, Sequence, Step, TokenLogprob
+from minigpt.errors import MiniGPTError, NoTokenError
+
+_NEVER = -1e9  # the score of no sequence, below those of all others
+Drawn = list[tuple[int, TokenLogprob | None]]  # ids, and what their Steps are to say of them
+
+
+class Beam(Sequence):
+    """A sequence of a search, with a slot of its own in the cache. In the end, the first hold the results."""
+
+    def __init__(self, search: Search, prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
+        super().__init__(prompt, params, 0, limits)
+        self.search, self.drawn = search, Drawn()
+
+    def accept(self, logits: Tensor) -> Step | None:  # type: ignore[override]  # no graph draws for beams
+        """Wait for the other beams' logits; with the last ones, all go a step further. Steps come at the end."""
+        self.search.logits[self] = logits
+        try:
+            if len(self.search.logits) == len(self.search.beams):
+                self.search.advance()
+        except MiniGPTError as error:
+            for beam in self.search.beams:
+                beam.error, beam.finish_reason = error, "error"
+        return None
+
+
+class Search:
+    """The N beams of one prompt, and what they have found."""
+
+    def __init__(self, prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
+        N, NEVER = params.num_beams, torch.full((params.num_beams,), _NEVER, dtype=torch.float32, device="cpu")
+        self.beams = [Beam(self, prompt, params, limits) for _ in range(N)]
+        self.prompt, self.params, self.n_new = prompt, self.beams[0].params, 0
+        for beam in self.beams:
+            beam.together, beam.seed = self.beams, self.beams[0].seed  # the seed may be a fresh one
+        self.most = min(params.max_new_tokens, limits.n_positions - len(prompt.ids) + 1)
+        self.keep = max(2, 1 + len(self.beams[0].end_ids))  # candidates of each beam, and tokens that the filters leave
+        self.logits: dict[Beam, Tensor] = {}  # [V] each, until all have come
+        self.running = list(self.beams)  # by score [N]: of beams that are all the same at first, one counts
+        self.scores = NEVER.index_fill(0, torch.zeros(1, dtype=torch.int64, device="cpu"), 0)
+        self.found: list[Drawn | None] = [None] * N  # what is complete, by score [N]
+        self.best, self.complete = NEVER, NEVER > 0
+        self.generator: torch.Generator | None = None
+
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """Add a token to every beam, from the logits that each has got."""
+        self.n_new, late = self.n_new + 1, self.beams[0].late
+        N, size = len(self.beams), self.n_new**self.params.length_penalty
+        scores, candidates = self.candidates()
+        last = late or self.n_new == self.most
+        ends = torch.tensor([last or self.ends(beam, id) for beam, id in candidates], device="cpu")
+
+        self.scores, run_on = (scores + ends.float() * _NEVER).topk(N)
+        done = ends & (torch.arange(len(ends), device="cpu") < N)
+        self.best, kept = torch.cat([self.best, scores / size + (~done).float() * _NEVER]).topk(N)
+        self.complete = torch.cat([self.complete, done])[kept]
+        new = [self.grown(*candidates[i]) if i + N in kept and done[i] else None for i in range(len(done))]
+        self.found = [[*self.found, *new][i] for i in kept.tolist()]
+
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
+            size = self.most**self.params.length_penalty
+        hope = (self.scores[0] / size > torch.where(self.complete, self.best.min(), _NEVER)).any()
+        if ends.all() or not hope or (self.params.early_stopping is True and self.complete.all()):
+            self.finish(late)
+        else:
+            self.go_on([candidates[i] for i in run_on.tolist()])
+
+    def candidates(self) -> tuple[Tensor, list[tuple[Beam, int]]]:
+        """The K best continuations, best first: their scores [K], and of each the beam and the token after it."""
+        rows = torch.stack([self.log_probabilities(beam) for beam in self.running])  # (N, V)
+        scores = (rows + self.scores.to(rows.device)[:, None]).flatten()
+        if scores.max() == -math.inf:
+            raise NoTokenError("no token is left to draw: the parameters bar all, after each of the beams")
+        K = min(self.keep * len(rows), len(scores))
+        if self.params.temperature > 0:
+            self.generator = self.generator or torch.Generator(rows.device).manual_seed(self.beams[0].seed or 0)
+            drawn = torch.multinomial(scores.softmax(-1), K, generator=self.generator)
+            best, order = scores[drawn].sort(descending=True)
+            drawn = drawn[order]
+        else:
+            best, drawn = scores.topk(K)
+        return best.cpu(), [(self.running[i // rows.shape[1]], i % rows.shape[1]) for i in drawn.tolist()]
+
+    def log_probabilities(self, beam: Beam) -> Tensor:
+        """Of every token after a beam, [V], changed by the processors, which see no logits here."""
+        scores, barred = self.logits[beam].float().log_softmax(-1), beam.limits.undecodable_ids
+        try:
+            return process(scores, beam.history, self.n_new - 1, self.params, beam.end_ids, barred, self.keep)
+        except NoTokenError:  # other beams may go on
+            return torch.full_like(scores, -math.inf)
+
+    def ends(self, beam: Beam, id: int) -> bool:
+        """Whether a token ends the text of a beam."""
+        tokenizer, stops = beam.limits.tokenizer, self.params.stop
+        if id in beam.end_ids or not stops or tokenizer is None or id not in tokenizer:
+            return id in beam.end_ids
+        length = max(len(stop.encode()) for stop in stops)  # no stop string is made of more tokens
+        text = tokenizer.decode([id for id, _ in beam.drawn[-length:]] + [id])
+        return any(stop in text for stop in stops)
+
+    def grown(self, beam: Beam, id: int) -> Drawn:
+        """A beam's tokens with one more."""
+        return [*beam.drawn, (id, beam.logprob(self.logits[beam], id))]
+
+    def go_on(self, chosen: list[tuple[Beam, int]]) -> None:
+        """Give each chosen continuation a beam: the one that it is of or, where another has that, one given up.
+
+        Hence no beam is read from and written to. The cache copies what the two do not share.
+        """
+        grown = [self.grown(beam, id) for beam, id in chosen]
+        spare = [beam for beam in self.beams if all(beam is not source for source, _ in chosen)]
+        self.running = []
+        for source, _ in chosen:
+            beam = spare.pop() if source in self.running else source
+            if beam is not source:
+                beam.source, beam.shared = source, _shared(beam.history, source.history)
+            self.running.append(beam)
+        for beam, drawn in zip(self.running, grown, strict=True):
+            beam.drawn, beam.history = drawn, [*self.prompt.ids, *(id for id, _ in drawn)]
+        self.logits = {}
+
+    def finish(self, late: bool) -> None:
+        """Write the results into the beams, the best into the first, as if each had drawn its tokens."""
+        for beam, found, score in zip(self.beams, self.found, self.best.tolist(), strict=True):
+            beam.history, beam.score = list(self.prompt.ids), score
+            for id, logprob in found or () if score > -math.inf else ():
+                if beam.finish_reason is None:
+                    beam.take(id, logprob, late and len(beam.steps) + 1 == self.n_new)
+            if not beam.steps:
+                beam.error = NoTokenError("no token is left to draw: the parameters leave fewer sequences than samples")
+            beam.finish_reason = "error" if beam.error else beam.finish_reason or "stop"
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many ids two lists of the same length begin with alike."""
+    return next((i for i in range(len(a)) if a[i] != b[i]), len(a))

@@ -1,0 +1,214 @@
+"""The rows of a call on CUDA: their cache on an entry's memory, and what they draw by its graphs (cuda_graph.py)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minigpt.decoding.cuda_graph import MOST_ROWS, Entry, Graph, Step, Wants, graphs_of, refused
+from minigpt.decoding.sampling import add_bias, ban_repeated_ngrams, suppress
+from minigpt.decoding.sequence import Drawn, Sequence, TokenLogprob
+from minigpt.network.cache import KVCache
+from minigpt.network.model import GPT2
+
+
+def cache_for(model: GPT2, slots: int) -> KVCache:
+    """The cache for a call of so many rows, none in use yet."""
+    weight = model.wpe.weight  # its dtype is that of the activations
+    if weight.is_cuda and slots <= MOST_ROWS and weight.device not in graphs_of(model).failed and not refused():
+        return Slots(model, slots)
+    return KVCache(model.config, slots, 1, device=weight.device, dtype=weight.dtype, rows=0)
+
+
+@dataclass
+class Launch:
+    """A step under way: for which rows, on which lengths; what it will give; how the generators were before."""
+
+    rows: list[Sequence]
+    lengths: list[int]
+    graph: Graph
+    results: list[Tensor]  # pinned
+    ready: torch.cuda.Event
+    generators: dict[Sequence, Tensor]
+    versions: list[int]  # of the weights, vectors too: it is thrown away if somebody has written to one since
+
+    def undo(self, *rows: Sequence) -> None:
+        """What it drew for these rows, or all, is not used."""
+        for row, state in self.generators.items():
+            if row.generator is not None and (row in rows or not rows):
+                row.generator.set_state(state)
+
+
+class Slots(KVCache):
+    """The cache of up to 32 rows, on memory borrowed from the model's graphs, and the steps by these graphs."""
+
+    def __init__(self, model: GPT2, slots: int) -> None:
+        weight = model.wpe.weight
+        super().__init__(model.config, slots, 1, device=weight.device, dtype=weight.dtype, rows=0)
+        self.model, self.store = model, graphs_of(model)
+        self.entry: Entry | None = None
+        self.back: Any = None  # gives the entry back when nobody holds this cache any more
+        self.step: Step | None = None  # that the graphs are known to be right for
+        self.wants = Wants()
+        self.placed: dict[int, Sequence] = {}  # by slot: whose options are on the device
+        self.ahead: Launch | None = None
+
+    def reserve(self, max_len: int, rows: int = 0) -> None:
+        """Make room for `max_len` tokens per row, and for so many rows: in another entry, if this one is too small."""
+        rows = max(self.keys.shape[1], rows)
+        if self.entry is not None and max_len <= self.max_len and rows <= self.keys.shape[1]:
+            return
+        old, self.entry = self.entry, self.store.borrow(self.model, rows, max(max_len, self.max_len))
+        keys, values = self.entry.memory[:, 0], self.entry.memory[:, 1]  # [L,B,H,S,D] each
+        if used := len(self.lengths):
+            keys[:, :used, :, : self.max_len] = self.keys[:, :used]
+            values[:, :used, :, : self.max_len] = self.values[:, :used]
+        self.keys, self.values, self.step = keys, values, None
+        self.placed.clear()
+        if old is not None:
+            self.back.detach()
+            self.store.give_back(old)
+        self.back = weakref.finalize(self, self.store.give_back, self.entry)
+        self.back.atexit = False
+
+    def draw(self, step: Step | None, rows: list[Sequence]) -> list[Drawn | Tensor] | None:
+        """Feed the last token of each row, and draw the next. None, and nothing has happened: take an ordinary step.
+
+        A row that must be drawn for by itself, see _alone, or because it has failed, gets its logits [V].
+        """
+        entry, ahead, self.ahead = self.entry, self.ahead, None
+        usable = step is not None and entry is not None and entry.key[0] <= MOST_ROWS and not refused()
+        now_is = (rows, self.lengths, self._versions() if ahead else [])
+        if ahead and not (usable and step is self.step and (ahead.rows, ahead.lengths, ahead.versions) == now_is):
+            ahead.undo()
+            ahead = None
+        if not usable or entry is None or step is None or entry.key[3] in self.store.failed:
+            return None
+        try:
+            now = ahead or self._launch(entry, step, rows)
+        except RuntimeError as error:
+            self.store.failed.add(entry.key[3])
+            warnings.warn(f"decoding goes on without a CUDA graph, more slowly: {error}", stacklevel=2)
+            return None
+        if all(map(_goes_on, rows, self.lengths)):
+            self.ahead = self._launch(entry, step, rows, 1)
+        now.ready.synchronize()
+        ids, numbers = (result.tolist() for result in now.results)
+        good = [all(map(math.isfinite, (row[slot] for row in numbers[:2]))) for slot in range(len(rows))]
+        alone = [slot for slot, row in enumerate(rows) if not good[slot] or _alone(row)]
+        if alone and self.ahead:  # whose logits are overwritten: compute them again
+            self.ahead.undo()
+            self.ahead = None
+            again = self._launch(entry, step, rows)
+            again.ready.synchronize()
+            again.undo()
+        drawn: list[Any] = [(ids[0][slot], _logprob(row, slot, ids, numbers)) for slot, row in enumerate(rows)]
+        for slot in alone:
+            drawn[slot] = now.graph.logits[slot].clone()
+            now.undo(rows[slot])
+        self.advance(1)
+        return drawn
+
+    def _launch(self, entry: Entry, step: Step, rows: list[Sequence], ahead: int = 0) -> Launch:
+        """Replay the step at the rows' lengths, or `ahead` right behind the one under way, on what that one draws."""
+        if step is not self.step:
+            entry.fit(self.model)
+            self.weights = [weight for weight in self.model.parameters() if not weight.is_inference()]
+            self.step, self.wants = step, Wants()
+        lengths, ids = [length + ahead for length in self.lengths], [row.history[-1] for row in rows]
+        wants = Wants(*map(max, self.wants, *map(_wants, rows)))
+        if wants != self.wants or wants not in entry.graphs:
+            self.wants = wants
+            self.placed.clear()
+        if wants not in entry.graphs:
+            entry.feed(ids, lengths, moves=0)  # the runs that a capture takes write where this step will
+        graph = entry.graph(step, self.wants)
+        generators = {}
+        for slot, row in enumerate(rows):
+            self._place(entry, slot, row, len(row.steps) + ahead)
+            if row.generator is not None and not _alone(row):
+                generators[row] = row.generator.get_state()
+                entry.wide("q")[0][slot].exponential_(generator=row.generator)
+        if not ahead:
+            entry.feed(ids, lengths)
+        graph.replay()
+        entry.stream = torch.cuda.current_stream(entry.key[3])
+        graph.pinned.reverse()
+        for target, result in zip(graph.pinned[0], graph.results, strict=True):
+            target.copy_(result, non_blocking=True)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(entry.stream)
+        return Launch(list(rows), lengths, graph, graph.pinned[0], ready, generators, self._versions())
+
+    def _versions(self) -> list[int]:
+        return [weight._version for weight in self.weights]
+
+    def _place(self, entry: Entry, slot: int, row: Sequence, n_new: int) -> None:
+        """Set on the device what the draw must know of a row."""
+        p, new, V = row.params, self.placed.get(slot) is not row, entry.vocab_size
+        if new:
+            self.placed[slot] = row
+            samples, k, tail = p.temperature > 0, p.top_k if 0 < p.top_k < V else V, 1 - p.top_p if p.top_p < 1 else -1
+            entry.set_options(slot, [p.temperature or 1, samples, k, tail, p.min_p, p.repetition_penalty])
+        missing = row.limits.undecodable_ids
+        if self.wants.shaped and (new or _by_host(row) or n_new == p.min_new_tokens):
+            biases = [*(((id,), value) for id, value in p.logit_bias.items()), *p.sequence_bias]
+            biases += [(ids, -math.inf) for ids in p.bad_words_ids if ids not in {(id,) for id in row.end_ids}]
+            bias = add_bias(torch.zeros(V, device="cpu"), row.history, biases)
+            bias = ban_repeated_ngrams(bias, row.history, p.no_repeat_ngram_size)
+            ends = row.end_ids if n_new < p.min_new_tokens else ()
+            entry.put("bias", slot, suppress(suppress(suppress(bias, ends), p.suppress_tokens), missing))
+        if self.wants.shaped and new:
+            seen = torch.zeros(V, dtype=torch.bool, device="cpu")
+            entry.put("seen", slot, seen.index_fill_(0, torch.tensor(row.history, device="cpu"), True))
+        if self.wants.logprobs > 0 and new:
+            entry.put("missing", slot, suppress(torch.zeros(V, device="cpu"), missing))
+
+
+def _alone(row: Sequence) -> bool:
+    """Whether the row is drawn for by itself, from its logits: a beam, or with a filter that is not in the graphs."""
+    p = row.params
+    return bool(p.num_beams > 1 or p.typical_p < 1 or p.epsilon_cutoff or p.eta_cutoff)
+
+
+def _by_host(row: Sequence) -> bool:
+    """Whether the host must know the last token to say what is barred or more likely next."""
+    p = row.params
+    return bool(p.no_repeat_ngram_size or p.sequence_bias or p.bad_words_ids)
+
+
+def _goes_on(row: Sequence, length: int) -> bool:
+    """Whether the step after the one under way needs nothing from the host, should the row not stop.
+
+    End ids are allowed by the host, once.
+    """
+    p, n_new = row.params, len(row.steps) + 1
+    ends = n_new >= p.max_new_tokens or length + 1 >= row.limits.n_positions or row.cancelled
+    return not (ends or n_new == p.min_new_tokens or _by_host(row) or _alone(row))
+
+
+def _wants(row: Sequence) -> Wants:
+    p = row.params
+    if _alone(row):
+        return Wants()
+    shaped = p.logit_bias or p.suppress_tokens or p.repetition_penalty != 1 or _by_host(row)
+    shaped = bool(shaped or row.limits.undecodable_ids or len(row.steps) < p.min_new_tokens)
+    samples = p.temperature > 0
+    k = -1 if p.logprobs is None else p.logprobs and 1 << (p.logprobs - 1).bit_length()
+    return Wants(
+        shaped, samples, samples and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0), min(k, row.limits.vocab_size)
+    )
+
+
+def _logprob(row: Sequence, slot: int, ids: list[list[int]], numbers: list[list[float]]) -> TokenLogprob | None:
+    if row.params.logprobs is None or _alone(row):
+        return None
+    k = min(row.params.logprobs, row.limits.vocab_size - len(row.limits.undecodable_ids))
+    best = zip(ids[1 : k + 1], numbers[3 : k + 3], strict=True)
+    return TokenLogprob(ids[0][slot], numbers[2][slot], [(id[slot], number[slot]) for id, number in best])
