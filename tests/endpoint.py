@@ -55,14 +55,18 @@ class Served:
         with urllib.request.urlopen(f"{self.url}/health", timeout=30) as answer:
             return dict(json.load(answer))
 
+    def reaches(self, running: int, waiting: int) -> None:
+        """Wait until that many rows run and that many requests wait."""
+        for _ in range(1200):
+            state = self.health()
+            if (state["running"], state["waiting"]) == (running, waiting):
+                return
+            time.sleep(0.01)
+        raise AssertionError(state)
+
     def idle(self) -> None:
         """Wait until nothing runs and nothing waits."""
-        for _ in range(600):
-            state = self.health()
-            if not state["running"] and not state["waiting"]:
-                return
-            time.sleep(0.05)
-        raise AssertionError(state)
+        self.reaches(0, 0)
 
     @property
     def files(self) -> int:

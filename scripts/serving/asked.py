@@ -129,7 +129,9 @@ def _params(data: Mapping[str, Any]) -> SamplingParams:
     for name in OURS:
         value = data.get(name, DEFAULTS.get(name))
         try:
-            if name in ("logit_bias", "suppress_tokens", "stop_ids", "stop") and isinstance(value, (dict, list)):
+            if isinstance(value, dict) and name != "logit_bias":  # which would do as a list of its keys
+                raise ValueError(f"{name} must not be an object")
+            if isinstance(value, (dict, list)):
                 integer(f"the number of items in {name}", len(value), 0, STOPS if name == "stop" else ITEMS)
             if name == "seed" and type(value) is int and -(2**63) <= value < 0:
                 value += 2**64  # the interface's seeds have a sign

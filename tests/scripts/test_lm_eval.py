@@ -174,3 +174,36 @@ def test_sampled_texts_repeat(harness: Any, demo: Path) -> None:
         model = harness.MiniGPT(str(demo), device="cpu", offline=True, seed=seed)
         texts += [model.generate_until([request], disable_tqdm=True) for _ in range(2)]
     assert texts[0] == texts[1] == texts[2] == texts[3] != texts[4]
+
+
+def test_the_harness_own_client_gets_the_same_scores_from_the_endpoint(
+    harness: Any, demo: Path, tasks: Path, tmp_path: Path
+) -> None:
+    """Its local-completions model against scripts/serve.py, with the tokenizer of a folder that minigpt.save wrote."""
+    pytest.importorskip("uvicorn", reason='needs pip install -e ".[serve]"')
+    import lm_eval
+    from endpoint import Served
+    from lm_eval.tasks import TaskManager
+
+    import minigpt
+
+    minigpt.save(minigpt.load("demo", offline=True), tmp_path / "saved")
+    found = {}
+    with Served(tmp_path) as served:
+        url = f"base_url={served.url}/v1/completions,model=demo,tokenizer={tmp_path / 'saved'}"
+        for model, arguments in {
+            "local-completions": f"{url},max_length=256,num_concurrent=4,tokenized_requests=True",
+            "minigpt": f"pretrained={demo},offline=True",
+        }.items():
+            found[model] = lm_eval.simple_evaluate(
+                model=model,
+                model_args=arguments,
+                tasks=list(TASKS),
+                task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+                batch_size=4 if model == "minigpt" else 1,
+                bootstrap_iters=0,
+            )["results"]
+    for task, scores in found["minigpt"].items():
+        for name, value in scores.items():
+            if isinstance(value, float):
+                assert found["local-completions"][task][name] == pytest.approx(value, rel=1e-4), (task, name)
