@@ -692,6 +692,7 @@ def test_info_refuses_files_that_do_not_fit_their_config(run: Any, folder: Path,
         assert (code, out) == (1, "") and "the weights do not fit config.json" in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_info_downloads_no_weights_and_says_that_they_are_not_here(folder: Path, tmp_path: Path) -> None:
     """It fetched gigabytes to print the configuration."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}

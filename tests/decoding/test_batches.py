@@ -26,7 +26,7 @@ def random_prompt(rng: random.Random) -> list[int]:
     return [] if rng.random() < 0.1 else prompt
 
 
-@pytest.mark.parametrize("batches", [20, pytest.param(210, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batches", [10, pytest.param(210, marks=pytest.mark.slow)])
 def test_random_batches_give_what_each_row_gives_alone(lm: LanguageModel, batches: int) -> None:
     rng = random.Random(0)
     ties = rows = 0

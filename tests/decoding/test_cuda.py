@@ -148,6 +148,7 @@ def test_one_wait_a_step_for_all_rows(counted: Any, rows: int) -> None:
     assert bans == {**greedy, "copy": 3 + rows}  # the bans of each row
 
 
+@pytest.mark.slow
 def test_nodes_and_captures(counted: Any) -> None:
     """Masks and positions once a step; K and V by one kernel. There were 209 nodes; each call captured anew."""
     config = GPT2Config(vocab_size=97, n_positions=1024, n_embd=24, n_head=12, n_layer=12, initializer_range=0.5)

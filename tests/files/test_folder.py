@@ -114,6 +114,7 @@ def test_checkpoints_inside(tmp_path: Path, original: Path) -> None:
     assert text.replace("config.json", "model.safetensors") == refused(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_cure_for_a_pickle_takes_the_tokenizer_along(folder: Path) -> None:
     """Run as it is printed: the vocabulary stayed behind, and the result spoke with GPT-2's."""
     (folder / "model.safetensors").unlink()

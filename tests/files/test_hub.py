@@ -273,6 +273,7 @@ def test_a_slow_hub_and_one_that_breaks_off_again_and_again(hub: HubServer, home
     assert Path(find(hub.url, home, env=IMPATIENT), "model.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("links", [True, False])
 def test_weights_that_are_not_what_the_hub_says_are_deleted(hub: HubServer, home: Path, links: bool) -> None:
     """The client looks at the length only."""
@@ -450,6 +451,7 @@ atexit.register(lambda: before == state() or os._exit(9))
 # Without the weights
 
 
+@pytest.mark.slow
 def test_without_the_weights(hub: HubServer, home: Path) -> None:
     folder = Path(find(hub.url, home, weights=False))
     small = NEEDED.keys() - {"model.safetensors"}

@@ -105,6 +105,7 @@ def test_an_object_in_place_of_a_name(folder: Path) -> None:
 # The program around it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_the_hosts_defaults_do_not_matter(folder: Path, tmp_path: Path, dtype: str) -> None:
     expected = minigpt.load(folder, device="cpu", dtype=dtype)
@@ -156,6 +157,7 @@ def test_the_log_tells_what_was_chosen(folder: Path, caplog: pytest.LogCaptureFi
 # Without weights
 
 
+@pytest.mark.slow
 def test_gpt2s_tokenizer_needs_no_network_and_a_hub_ids_no_weights(tmp_path: Path) -> None:
     code = """
 import sys, minigpt.loading as loading

@@ -500,6 +500,7 @@ def test_a_job_killed_at_twenty_random_moments_loses_and_repeats_nothing(folder:
     assert target.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_job_with_whole_lines(folder: Path, tmp_path: Path, number: int, code: int) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

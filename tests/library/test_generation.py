@@ -119,6 +119,7 @@ def test_sampled_and_greedy_ids_equal_transformers(
     assert ties <= 1, "ties are rare: more means that something is wrong"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_greedy_ids_equal_transformers_for_150_tokens(reference: GPT2LMHeadModel, device: str) -> None:
     lm = LanguageModel(from_hf(reference).to(device))

@@ -78,7 +78,7 @@ def published_perplexity(reference: GPT2LMHeadModel, ids: torch.Tensor, stride: 
 
 
 @pytest.mark.parametrize("stride", [1, 2, 7, 16, 31, 32])
-@pytest.mark.parametrize("length", [10, 33, 200, 1000])
+@pytest.mark.parametrize("length", [10, 33, 200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_perplexity_is_that_of_the_published_procedure_and_the_mean_is_exact(stride: int, length: int) -> None:
     reference = hf_model()
     for parameter in reference.parameters():

@@ -289,6 +289,7 @@ assert warnings.filters == filters, warnings.filters
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", "torch.set_default_device('meta')"])
 def test_int8_warns_of_nothing_and_leaves_the_filters_alone(folder: Path, before: str) -> None:
     """Two threads changed the filters and put them back by turns: ('ignore', None, Warning, None, 0) stayed."""

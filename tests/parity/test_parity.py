@@ -508,6 +508,7 @@ def test_a_good_model_passes_and_wrong_ids_fail(folder: Path, monkeypatch: pytes
     assert all("top-2 margin" in check.detail for check in wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", DEFAULTS)
 def test_the_hosts_defaults_change_no_check(official: tuple[Path, Entry], folder: Path, host: str) -> None:
     """Prompts were drawn by a generator of the CPU for the host's default device, figures kept in its default dtype."""

@@ -76,6 +76,7 @@ def test_the_table_compares_a_step_at_1000_tokens_with_one_at_32() -> None:
     assert "90% of the memory limit" in lines[2] and "limit" not in lines[3]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_cuda_device_is_one_sentence(folder: Path) -> None:
     done = run("--model", folder, "--device", "cuda")

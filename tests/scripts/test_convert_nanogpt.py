@@ -88,6 +88,7 @@ def test_the_same_logits(tmp_path: Path, bias: bool, compiled: bool) -> None:
     assert lm.limits.end_ids == ()  # 65 characters have no end of text
 
 
+@pytest.mark.slow
 def test_a_padded_vocabulary_stays_and_has_gpt2s_tokens(tmp_path: Path) -> None:
     torch.save(
         {"model": state(True, vocab_size=50304), "model_args": {**ARGS, "vocab_size": 50304}}, tmp_path / "ckpt.pt"
@@ -97,6 +98,7 @@ def test_a_padded_vocabulary_stays_and_has_gpt2s_tokens(tmp_path: Path) -> None:
     assert lm.config.vocab_size == 50304 and lm.tokenizer.encode("hello world") == [31373, 995]
 
 
+@pytest.mark.slow
 def test_errors_are_a_sentence(tmp_path: Path) -> None:
     whole = state(True)
 

@@ -51,7 +51,14 @@ class Service:
 """
 
 
-@pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "python")])
+@pytest.mark.parametrize(
+    "readme",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "tests/README.md" else [])  # it runs `parity`
+        for name in READMES
+        if blocks(name, "python")
+    ],
+)
 def test_the_python_of_a_page_prints_what_it_says(readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # one of them saves a model
     names: dict[str, Any] = {"__name__": "readme"}

@@ -61,6 +61,7 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_demo, "learning_rate", learning_rate)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_bits(
     text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +91,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(
     assert not (tmp_path / "model.state").exists()
 
 
+@pytest.mark.slow
 def test_the_seed_and_the_dropout_matter(text: Path, trained: Path, tmp_path: Path) -> None:
     """The run is random in its order and in dropout: else equal bits after resuming would prove nothing."""
     whole = load_file(trained / "model.safetensors")["wte.weight"]
@@ -98,6 +100,7 @@ def test_the_seed_and_the_dropout_matter(text: Path, trained: Path, tmp_path: Pa
         assert not torch.equal(load_file(tmp_path / name / "model.safetensors")["wte.weight"], whole)
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(text: Path, tmp_path: Path) -> None:
     weights = []
     for workers in ("1", "2"):
@@ -118,6 +121,7 @@ def test_transformers_loads_the_result(trained: Path) -> None:
     assert {tensor.dtype for tensor in load_file(trained / "model.safetensors").values()} == {torch.float16}
 
 
+@pytest.mark.slow
 def test_a_model_can_be_trained_further(
     text: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

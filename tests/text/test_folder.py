@@ -160,6 +160,7 @@ def test_tokenizer_json_comes_first_as_in_transformers(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode("bc") == [1, 2]
 
 
+@pytest.mark.slow
 def test_an_official_tokenizer_json_beside_another_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, **PAIR)
     theirs = AutoTokenizer.from_pretrained(_official(tmp_path / "official"))
@@ -214,6 +215,7 @@ def test_gpt2s_vocabulary_with_added_tokens_is_saved_whole(tmp_path: Path) -> No
     assert AutoTokenizer.from_pretrained(tmp_path / "second").encode("hello<sep>") == [31373, 50257]
 
 
+@pytest.mark.slow
 def test_no_tokenizer_is_written_over_another_one(tmp_path: Path) -> None:
     lm = minigpt.load(tiny.gpt2_folder(tmp_path / "gpt2"), device="cpu")
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
@@ -228,6 +230,7 @@ def test_no_tokenizer_is_written_over_another_one(tmp_path: Path) -> None:
 # The package's data
 
 
+@pytest.mark.slow
 def test_from_a_zip_and_without_data(tmp_path: Path) -> None:
     """NotADirectoryError, and FileNotFoundError."""
     for name, leave_out in (("whole.zip", ()), ("bare.zip", ("gpt2.tokens.z",))):

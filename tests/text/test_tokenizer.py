@@ -159,6 +159,7 @@ def test_ids_that_do_not_exist(gpt2: Tokenizer) -> None:
             TextStream(gpt2).push(id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
