@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -236,3 +239,16 @@ def test_save_and_load_say_what_they_take(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="must be a name or a folder, not a GPT2LMHeadModel"):
         minigpt.load(hf_model())  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_after_use_works_with_one_thread() -> None:
+    """With more threads OpenMP hangs in the child, as scripts/README.md says. In a process of its own."""
+    code = (
+        "import os, sys, torch, minigpt; torch.set_num_threads(1); lm = minigpt.load('demo', device='cpu');"
+        "wanted = lm.generate('Once', max_new_tokens=4).ids; child = os.fork();"
+        "same = lm.generate('Once', max_new_tokens=4).ids == wanted;"
+        "child or os._exit(0 if same else 3);"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if same else 4)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
