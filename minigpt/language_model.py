@@ -16,6 +16,7 @@ from minigpt import prompts as given
 from minigpt.checks import integer, short_repr
 from minigpt.decoding.batch import in_order
 from minigpt.decoding.cuda_graph import graphs_of
+from minigpt.decoding.draft import Source, in_int8
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
@@ -44,6 +45,7 @@ class LanguageModel:
     tokenizer: Tokenizer; None, or the TokenizerError that reading it raised: prompts are then token ids.
     end_ids: the model's own end ids; None: those of its config.
     defaults: what the checkpoint's generation_config.json sets. Nothing uses it unless you pass it as params.
+    draft: "lookup", "off", "int8" or a model, as in `load`.
     config: GPT2Config.     device, dtype: where the weights are, and in what format.
     limits: what decoding must know of the model.
     """
@@ -55,10 +57,12 @@ class LanguageModel:
         end_ids: Collection[int] | None = None,
         *,
         defaults: SamplingParams | None = None,
+        draft: str | LanguageModel = "lookup",
     ) -> None:
         self.model, self.config, self.graphs = model.eval(), model.config, graphs_of(model)
         self.defaults, self._tokenizer = defaults or SamplingParams(), tokenizer
         self.limits = Limits.of(self.config, tokenizer if isinstance(tokenizer, Tokenizer) else None, end_ids)
+        self._draft, self._source = draft, self._source_of(draft)
         self._without: dict[frozenset[tuple[int, int]], tuple[list[Any], list[Any], LanguageModel]] = {}
 
     def __repr__(self) -> str:
@@ -88,6 +92,28 @@ class LanguageModel:
         """The format of the weights in matrix products."""
         packed = self.model.output.packed
         return packed.dtype if packed else self.model.wte.weight.dtype
+
+    @property
+    def draft(self) -> str | LanguageModel:
+        """What guesses tokens, so that one pass verifies several: as in `load`."""
+        return self._draft
+
+    def _source_of(self, draft: str | LanguageModel) -> Source:
+        if draft == "lookup" or draft == "off":
+            return draft  # type: ignore[return-value]  # mypy does not narrow a str to a literal
+        if draft == "int8":
+            if self.device.type != "cpu" or self.dtype == torch.int8:
+                raise ValueError("draft int8 is for a model in float32 or float16 on the CPU: use lookup")
+            return in_int8(self.model)
+        if not isinstance(draft, LanguageModel):
+            raise ValueError(f"draft must be lookup, off, int8 or a LanguageModel, not {short_repr(draft)}")
+        if draft.device != self.device:
+            raise ValueError(f"the draft is on {draft.device}, but the model on {self.device}: load both on one device")
+        ours, theirs = self.limits, draft.limits
+        same = ours.tokenizer is None or theirs.tokenizer is None or theirs.tokenizer.same_as(ours.tokenizer)
+        if theirs.vocab_size != ours.vocab_size or not same:
+            raise ValueError("the draft has another vocabulary than the model: it must have the same tokenizer")
+        return draft.model
 
     def encode(self, text: Text, *, special: bool = False) -> list[int]:
         """The token ids of a text, or of a list, 1-D tensor or array of ids, each in the vocabulary.
@@ -147,7 +173,7 @@ class LanguageModel:
             pairs = iter(whole := list(pairs))
             slots = max(1, min(slots, sum(max(one.samples, one.num_beams) for _, one in whole)))
         rows = (row for prompt, one in pairs for row in given.samples(prompt, one, lm.limits))
-        return (_completed(result) for result in in_order(lm.model, rows, slots))
+        return (_completed(result) for result in in_order(lm.model, rows, slots, lm._source))
 
     def generate_each(self, tasks: Iterable[Task], *, batch_size: int = BATCH_SIZE) -> Iterator[Completion | Failure]:
         """Continue prompts with parameters of their own, where one that fails must not stop the others.
@@ -158,7 +184,7 @@ class LanguageModel:
         """
         slots = integer("batch_size", batch_size, 1, 4096)
         rows = (row for row in given.sequences(tasks, self.encode, self.limits) if row is not None)
-        return in_order(self.model, rows, slots)
+        return in_order(self.model, rows, slots, self._source)
 
     def stream(
         self,
@@ -181,7 +207,7 @@ class LanguageModel:
         if not is_one_prompt(prompt) and len(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
         checked = Prompt(lm.encode(prompt, special=special), params, lm.limits)
-        return Stream(lm.model, Sequence(checked, params, 0, lm.limits))
+        return Stream(lm.model, Sequence(checked, params, 0, lm.limits), lm._source)
 
     def stream_many(
         self,
@@ -200,7 +226,7 @@ class LanguageModel:
         base, slots = given.final(params, overrides), integer("batch_size", batch_size, 1, 4096)
         tasks = (given.as_task(one, base) for one in prompts)
         rows = given.sequences(tasks, partial(self.encode, special=special), self.limits)
-        return Streams(self.model, rows, slots)
+        return Streams(self.model, rows, slots, self._source)
 
     @overload
     def score(self, text: Text, **options: Unpack[ScoreCall]) -> Score: ...  # type: ignore[overload-overlap]
@@ -257,7 +283,8 @@ class LanguageModel:
         state = [*map(id, [*modules, *weights]), *hooks, *counts]
         if (known := self._without.get(pairs)) is None or known[0] != state:
             model = heads.without_heads(self.model, pairs)
-            lm = LanguageModel(model, self._tokenizer, self.limits.end_ids, defaults=self.defaults)
+            lm = LanguageModel(model, self._tokenizer, self.limits.end_ids, defaults=self.defaults, draft="off")
+            lm._draft, lm._source = self._draft, self._source  # a draft may be of another model, here with all heads
             known = self._without[pairs] = (state, [modules, weights], lm)  # held, so that no id is used again
             if len(self._without) > 4:
                 self._without.pop(next(iter(self._without)), None)
@@ -268,6 +295,8 @@ class LanguageModel:
 
         A model from `without` that you hold has its own call."""
         forget(self.model)
+        if isinstance(self._source, GPT2):
+            forget(self._source)
         self._without.clear()
 
     def release(self) -> None:
