@@ -93,7 +93,7 @@ def test_ids_are_those_of_transformers(source: str, setting: dict[str, Any], eag
         assert_same(plain, prompt, ours.ids, theirs(reference, prompt, params), params)
 
 
-CIRCLE = "The dog ran to the cat. The cat ran to the dog. " * 4
+CIRCLE = "The king said"  # and goes round in a circle
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_passes_are_fewer_than_tokens(demo: LanguageModel) -> None:
     steps = list(stream)
     assert [step.id for step in steps] == stream.completion.ids
     assert "".join(step.text for step in steps) == stream.completion.text
-    assert stream.completion.passes < 70  # measured: XX
+    assert stream.completion.passes < 40  # measured: 25
     plain = LanguageModel(demo.model, demo.tokenizer, draft="off").generate(CIRCLE, stop_ids=(), max_new_tokens=120)
     assert plain == stream.completion and plain.passes == 119
 
