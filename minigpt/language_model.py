@@ -16,9 +16,9 @@ from minigpt import prompts as given
 from minigpt.checks import integer, short_repr
 from minigpt.decoding.batch import in_order
 from minigpt.decoding.cuda_graph import graphs_of
-from minigpt.decoding.draft import Source, in_int8
+from minigpt.decoding.draft import source_of
 from minigpt.decoding.params import SamplingParams
-from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
+from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence, completed
 from minigpt.decoding.streams import Stream, Streams
 from minigpt.errors import PromptError, TokenizerError
 from minigpt.files.checkpoint import write_checkpoint
@@ -46,8 +46,7 @@ class LanguageModel:
     end_ids: the model's own end ids; None: those of its config.
     defaults: what the checkpoint's generation_config.json sets. Nothing uses it unless you pass it as params.
     draft: "lookup", "off", "int8" or a model, as in `load`.
-    config: GPT2Config.     device, dtype: where the weights are, and in what format.
-    limits: what decoding must know of the model.
+    config: GPT2Config.     device, dtype: of the weights.      limits: what decoding must know of the model.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class LanguageModel:
         self.model, self.config, self.graphs = model.eval(), model.config, graphs_of(model)
         self.defaults, self._tokenizer = defaults or SamplingParams(), tokenizer
         self.limits = Limits.of(self.config, tokenizer if isinstance(tokenizer, Tokenizer) else None, end_ids)
-        self._draft, self._source = draft, self._source_of(draft)
+        self._draft, self._source = draft, source_of(draft, model, self.limits)
         self._without: dict[frozenset[tuple[int, int]], tuple[list[Any], list[Any], LanguageModel]] = {}
 
     def __repr__(self) -> str:
@@ -70,17 +69,16 @@ class LanguageModel:
         tokenizer = self.limits.tokenizer.origin if self.limits.tokenizer else "none"
         return f"LanguageModel({millions:.1f}M parameters, {self.device}, {dtype}, tokenizer: {tokenizer})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_without": {}}  # for copy and pickle: kept ablations are made again
+    def __getstate__(self) -> dict[str, Any]:  # for copy and pickle: kept ablations are made again
+        return {**vars(self), "_without": {}}
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises TokenizerError where the model has none."""
         if isinstance(self._tokenizer, Tokenizer):
             return self._tokenizer
-        raise self._tokenizer or TokenizerError(
-            "this model has no tokenizer: give token ids (on a command line: --ids)"
-        )
+        none = "this model has no tokenizer: give token ids (on a command line: --ids)"
+        raise self._tokenizer or TokenizerError(none)
 
     @property
     def device(self) -> torch.device:
@@ -97,23 +95,6 @@ class LanguageModel:
     def draft(self) -> str | LanguageModel:
         """What guesses tokens, so that one pass verifies several: as in `load`."""
         return self._draft
-
-    def _source_of(self, draft: str | LanguageModel) -> Source:
-        if draft == "lookup" or draft == "off":
-            return draft  # type: ignore[return-value]  # mypy does not narrow a str to a literal
-        if draft == "int8":
-            if self.device.type != "cpu" or self.dtype == torch.int8:
-                raise ValueError("draft int8 is for a model in float32 or float16 on the CPU: use lookup")
-            return in_int8(self.model)
-        if not isinstance(draft, LanguageModel):
-            raise ValueError(f"draft must be lookup, off, int8 or a LanguageModel, not {short_repr(draft)}")
-        if draft.device != self.device:
-            raise ValueError(f"the draft is on {draft.device}, but the model on {self.device}: load both on one device")
-        ours, theirs = self.limits, draft.limits
-        same = ours.tokenizer is None or theirs.tokenizer is None or theirs.tokenizer.same_as(ours.tokenizer)
-        if theirs.vocab_size != ours.vocab_size or not same:
-            raise ValueError("the draft has another vocabulary than the model: it must have the same tokenizer")
-        return draft.model
 
     def encode(self, text: Text, *, special: bool = False) -> list[int]:
         """The token ids of a text, or of a list, 1-D tensor or array of ids, each in the vocabulary.
@@ -173,7 +154,7 @@ class LanguageModel:
             pairs = iter(whole := list(pairs))
             slots = max(1, min(slots, sum(max(one.samples, one.num_beams) for _, one in whole)))
         rows = (row for prompt, one in pairs for row in given.samples(prompt, one, lm.limits))
-        return (_completed(result) for result in in_order(lm.model, rows, slots, lm._source))
+        return map(completed, in_order(lm.model, rows, slots, lm._source))
 
     def generate_each(self, tasks: Iterable[Task], *, batch_size: int = BATCH_SIZE) -> Iterator[Completion | Failure]:
         """Continue prompts with parameters of their own, where one that fails must not stop the others.
@@ -256,8 +237,8 @@ class LanguageModel:
         text, lm = listed(text), self.without(ablate)
         single = is_one_prompt(text) or not len(text)
         texts, contexts = ([text], None if context is None else [context]) if single else (text, context)
-        encode = partial(lm.encode, special=special)
         with undisturbed(lm.model):
+            encode = partial(lm.encode, special=special)
             scores = score_texts(lm.model, lm.limits, encode, texts, contexts, bos, stride, logprobs)
         return scores[0] if single else scores
 
@@ -291,24 +272,14 @@ class LanguageModel:
         return known[2]
 
     def weights_changed(self) -> None:
-        """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code.
-
-        A model from `without` that you hold has its own call."""
+        """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code."""
         forget(self.model)
-        if isinstance(self._source, GPT2):
-            forget(self._source)
         self._without.clear()
 
     def release(self) -> None:
         """Give back the memory that is only kept for speed: the last ablated models, CUDA graphs not in use."""
         self._without.clear()
         self.graphs.release()
-
-
-def _completed(result: Completion | Failure) -> Completion:
-    if isinstance(result, Failure):
-        raise result.error
-    return result
 
 
 def save(lm_or_model: LanguageModel | GPT2, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:

@@ -14,13 +14,14 @@ guesses that was right lately. k = 0 is no draft. Counts and the CPU's features 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from minigpt.checks import short_repr
 from minigpt.decoding.sampling import draw, process
-from minigpt.decoding.sequence import Sequence, agreement
+from minigpt.decoding.sequence import Limits, Sequence, agreement
 from minigpt.decoding.step import Steps
 from minigpt.errors import MiniGPTError
 from minigpt.network.cache import KVCache
@@ -35,6 +36,26 @@ MOST_ROWS = 4  # of a batch that drafts: a larger one fills a pass with rows
 _LONGEST = 15  # drafted tokens: with the row's last one, 16 rows of a product
 _NGRAMS = {3: 0.7, 2: 0.4}  # sizes to look up, longest first, and the share of right guesses to expect at first
 _SPEED = {torch.float32: 1.0, torch.bfloat16: 0.5, torch.float16: 0.55, torch.int8: 0.43}  # time to read a weight
+
+
+def source_of(draft: Any, model: GPT2, limits: Limits) -> Source:
+    """What drafts for the model: for "int8" a copy, for a LanguageModel its model. Raises ValueError if it cannot."""
+    packed, device = model.output.packed, model.wpe.weight.device
+    if draft in ("lookup", "off"):
+        return "lookup" if draft == "lookup" else "off"
+    if draft == "int8":
+        if device.type != "cpu" or (packed and packed.dtype == torch.int8):
+            raise ValueError("draft int8 is for a model in float32 or float16 on the CPU: use lookup")
+        return in_int8(model)
+    if isinstance(draft, str) or not isinstance(getattr(draft, "model", None), GPT2):
+        raise ValueError(f"draft must be lookup, off, int8 or a LanguageModel, not {short_repr(draft)}")
+    if draft.device != device:
+        raise ValueError(f"the draft is on {draft.device}, but the model on {device}: load both on one device")
+    ours, theirs = limits.tokenizer, draft.limits.tokenizer
+    if draft.limits.vocab_size != limits.vocab_size or (ours and theirs and not ours.same_as(theirs)):
+        raise ValueError("the draft has another vocabulary than the model: it must have the same tokenizer")
+    source: GPT2 = draft.model
+    return source
 
 
 class Rate:

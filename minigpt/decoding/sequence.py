@@ -76,6 +76,13 @@ class Failure:
     finish_reason = "error"  # as in Sequence: there is nothing left to do
 
 
+def completed(result: Completion | Failure) -> Completion:
+    """The Completion. Raises the error of a Failure."""
+    if isinstance(result, Failure):
+        raise result.error
+    return result
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a sequence must know of its model.
