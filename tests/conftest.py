@@ -36,15 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The products of another machine, where one is asked for."""
-    from minigpt.network import products
+    from minigpt.network import formats, products
 
     works = products.works
     if config.getoption("--plain"):
         products.works = lambda product: (
-            product.__name__.startswith("Plain") if product.__module__ == products.__name__ else works(product)
+            product.__name__.startswith("Plain") if product.__module__ == formats.__name__ else works(product)
         )
     elif config.getoption("--narrow"):
-        products.works = lambda product: product is not products.Int8 and works(product)
+        products.works = lambda product: product is not formats.Int8 and works(product)
     products.works.cache_clear = works.cache_clear
 
 

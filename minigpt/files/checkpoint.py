@@ -23,6 +23,7 @@ from minigpt.errors import CheckpointError
 from minigpt.files.reading import INDEX, PICKLES, TOKENIZER_FILES, WEIGHTS, is_file, read_json, sha256, weight_files
 from minigpt.files.tensors import DTYPES, MASK, OTHER_HEAD, MappedFile, Stored, header, shapes, write_weights
 from minigpt.network.config import GPT2Config
+from minigpt.network.formats import Use
 from minigpt.network.linear import Linear
 from minigpt.network.model import GPT2
 from minigpt.network.products import Packed
@@ -169,12 +170,13 @@ def load_model(
 
 def _choose_products(model: GPT2, tensors: dict[str, Stored], products: torch.dtype) -> None:
     """Have each matrix packed at its first use, from a mapping of its own whose pages are given back then."""
-    mappings = {path: MappedFile(path) for path in {item.file for item in tensors.values()}}
+    mappings, use = {path: MappedFile(path) for path in {item.file for item in tensors.values()}}, Use()
     for name, layer in model.named_modules():
         if isinstance(layer, Linear) or (layer is model.wte and model.config.tie_word_embeddings):
             item = tensors[f"{name}.weight"]
             if item.dtype == "F32":
                 layer.packed = mappings[item.file].packed(products, item, layer.weight)
+                layer.packed.use = use
             elif products != torch.float32:  # (a second float32 copy beside that of another format costs too much)
                 layer.packed = Packed(products, layer.weight)
 

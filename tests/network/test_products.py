@@ -19,13 +19,14 @@ from torch import Tensor
 
 import minigpt
 from minigpt import CheckpointError
-from minigpt.network import products
+from minigpt.network import formats, products
+from minigpt.network.formats import Product, Unpacked
 from minigpt.network.linear import Embedding, Linear
-from minigpt.network.products import Packed, Product, Unpacked, works
+from minigpt.network.products import Packed, works
 
-EXACT = (products.Plain, products.Unpacked, products.Float32)
-FLOAT16 = (products.Float16, products.PlainFloat16)
-INT8 = (products.Int8, products.Int8Narrow, products.PlainInt8)
+EXACT = (formats.Plain, formats.Unpacked, formats.Float32)
+FLOAT16 = (formats.Float16, formats.PlainFloat16)
+INT8 = (formats.Int8, formats.Int8Narrow, formats.PlainInt8)
 EVERY = (*EXACT, *FLOAT16, *INT8)
 
 
@@ -59,18 +60,18 @@ def test_a_product_is_that_of_float64(product: type[Product]) -> None:
             assert multiply(random(0, K), bias).shape == (0, N)
 
 
-class PlainInt8Narrow(products.PlainInt8):
+class PlainInt8Narrow(formats.PlainInt8):
     """What PlainInt8 gives with the 7-bit activations of a CPU without VNNI."""
 
-    levels = products.Int8Narrow.levels
+    levels = formats.Int8Narrow.levels
 
 
 @pytest.mark.parametrize(
     ("fast", "plain"),
     [
-        (products.Float16, products.PlainFloat16),
-        (products.Int8, products.PlainInt8),
-        (products.Int8Narrow, PlainInt8Narrow),
+        (formats.Float16, formats.PlainFloat16),
+        (formats.Int8, formats.PlainInt8),
+        (formats.Int8Narrow, PlainInt8Narrow),
     ],
 )
 def test_the_slower_way_gives_the_same_numbers(fast: type[Product], plain: type[Product]) -> None:
@@ -211,7 +212,7 @@ def test_a_zero_row_or_weight_divides_by_nothing() -> None:
         assert torch.equal(product(random(4, 8))(torch.zeros(2, 8), None), torch.zeros(2, 4))
 
 
-class Saturating(products.PlainInt8):
+class Saturating(formats.PlainInt8):
     """What a CPU without VNNI does to 8-bit activations: pairs of products saturate at 16 bits."""
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ class SaturatingNarrow(Saturating):
     levels = 63
 
 
-class Missing(products.Float32):
+class Missing(formats.Float32):
     def __init__(self, weight: Tensor) -> None:
         torch.ops.mkldnn._no_such_operator(weight)
 
@@ -232,7 +233,7 @@ class Missing(products.Float32):
 def test_what_is_missing_or_wrong_here_is_not_chosen() -> None:
     assert not works(Saturating) and works(SaturatingNarrow)
     assert not works(Missing)
-    assert products.chosen((Saturating, Missing, products.Plain)) is products.Plain
+    assert products.chosen((Saturating, Missing, formats.Plain)) is formats.Plain
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
@@ -240,9 +241,9 @@ def test_a_torch_without_the_operators(folder: Path, dtype: str, monkeypatch: py
     ids = torch.tensor([[1, 2, 3, 4]])
     wanted = minigpt.load(folder, dtype=dtype).model(ids)
     if (
-        products.chosen(products.FORMATS[torch.int8]) is products.Int8Narrow
+        products.chosen(products.FORMATS[torch.int8]) is formats.Int8Narrow
     ):  # 7-bit activations: compare with their like
-        monkeypatch.setattr(products.PlainInt8, "levels", products.Int8Narrow.levels)
+        monkeypatch.setattr(formats.PlainInt8, "levels", formats.Int8Narrow.levels)
     monkeypatch.setattr(products, "works", lambda product: product.__name__.startswith("Plain"))
     lm = minigpt.load(folder, dtype=dtype)
     assert "PyTorch" in products.format_name(lm.model.output)
