@@ -7,10 +7,11 @@ import json
 import os
 import re
 import stat
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from minigpt.errors import CheckpointError
+from minigpt.errors import CheckpointError, MiniGPTError
 
 _SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 ALIASES = {name: f"openai-community/{name}" for name in _SIZES} | {"distilgpt2": "distilbert/distilgpt2"}
@@ -27,6 +28,14 @@ SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER
 
 MAX_HEADER = 2**25  # bytes of a JSON or text file, or of a weight file's header: in memory it can grow thirtyfold
 _MAX_DEPTH = 50  # of JSON: deeper is a trap for whoever compares or prints it
+
+
+def shipped(name: str) -> bytes:
+    """A file of the package's data. Raises MiniGPTError where the installation lacks it."""
+    try:
+        return resources.files("minigpt").joinpath("data", name).read_bytes()
+    except OSError:
+        raise MiniGPTError(f"this installation of minigpt lacks data/{name}: install minigpt again") from None
 
 
 def is_file(path: Path) -> bool:
