@@ -43,16 +43,16 @@ def from_hub(name: str, repo: str, revision: str | None, offline: bool, progress
     """The snapshot folder of `repo`: brought up to date if the hub answers and agrees, else as it is in the cache."""
     offline = offline or constants.HF_HUB_OFFLINE
     failure: Exception | None = None
-    with _quiet():
-        try:
-            if not offline:
+    try:
+        if not offline:
+            with _quiet():
                 return _download(repo, revision, progress, weights)
-        except CheckpointError:  # the hub answered: the repository holds no model that can be loaded
-            raise
-        except Exception as error:  # no network, no such name, no access, no room, ...
-            failure = error
-        # Older tools cached gpt2 under its short name.
-        folder = _cached(repo, revision, weights) or _cached(name, revision, weights)
+    except CheckpointError:  # the hub answered: the repository holds no model that can be loaded
+        raise
+    except Exception as error:  # no network, no such name, no access, no room, ...
+        failure = error
+    # Older tools cached gpt2 under its short name.
+    folder = _cached(repo, revision, weights) or _cached(name, revision, weights)
     if folder is None:
         # Not chained to `failure`, whose text may quote the request with its token.
         raise ModelNotFoundError(_why_not(name, repo, revision, offline, failure))
@@ -145,11 +145,8 @@ def _why_not(name: str, repo: str, revision: str | None, offline: bool, failure:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the log lines that huggingface_hub writes in this thread off stderr: our errors say it all.
-
-    Its warnings (a disk without symbolic links, or nearly full) pass: Python's filters belong to the whole process.
-    """
-    here, handlers = threading.get_ident(), list(get_logger("huggingface_hub").handlers)
+    """Keeps the log lines that huggingface_hub writes in this thread off stderr: our errors say it all."""
+    here, handlers = threading.get_ident(), [*get_logger("huggingface_hub").handlers]
 
     def of_others(record: logging.LogRecord) -> bool:
         return record.thread != here

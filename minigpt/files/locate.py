@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 import re
-import shutil
-import tempfile
 from importlib import resources
 from pathlib import Path
 
@@ -43,10 +39,8 @@ def locate(
             raise ModelNotFoundError(f"{name} is a folder here, without revisions: leave out the revision {revision!r}")
     if model == "demo":
         raise ModelNotFoundError("the demo model is not part of this installation: use gpt2, or give a folder")
-    if os.path.isfile(name) and not known:
-        raise ModelNotFoundError(f"{name} is a file: give the folder that holds it")
-    if os.path.islink(name) and not known and folder is None:
-        raise ModelNotFoundError(f"{name} is a link to nothing: delete it, or make it point to the folder of a model")
+    if os.path.lexists(name) and folder is None and not known:
+        raise ModelNotFoundError(f"{name} is a file, or a link to nothing: give the folder of a model")
     from minigpt.files import hub
 
     if hub_id is None:
@@ -72,14 +66,7 @@ def own_folder(model: Name) -> Path | None:
     return Path(model) if os.fspath(model) and os.path.isdir(model) else None
 
 
-@functools.cache
 def _packaged_demo() -> Path | None:
-    """The demo model in an installed package: its folder, or a copy for this process where the package is a zip."""
+    """The folder of the demo model in an installed package."""
     inside = resources.files("minigpt").joinpath("data", "demo")
-    if isinstance(inside, Path) or not inside.is_dir():
-        return inside if isinstance(inside, Path) and inside.is_dir() else None
-    copy = Path(tempfile.mkdtemp(prefix="minigpt-demo-"))
-    atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    for file in inside.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    return copy
+    return inside if isinstance(inside, Path) and inside.is_dir() else None  # no Path: the package is in a zip

@@ -6,11 +6,11 @@ import hashlib
 import json
 import os
 import re
-import stat
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from minigpt.errors import CheckpointError
+from minigpt.errors import CheckpointError, MiniGPTError
 
 _SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 ALIASES = {name: f"openai-community/{name}" for name in _SIZES} | {"distilgpt2": "distilbert/distilgpt2"}
@@ -26,22 +26,21 @@ OTHER_TOKENIZERS = ("*.model", "*.spm", "*.tiktoken", "vocab.txt", "tekken.json"
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKENIZERS)
 
 MAX_HEADER = 2**25  # bytes of a JSON or text file, or of a weight file's header: in memory it can grow thirtyfold
-_MAX_DEPTH = 50  # of JSON: deeper is a trap for whoever compares or prints it
+
+
+def shipped(name: str) -> bytes:
+    """A file of the package's data. Raises MiniGPTError where the installation lacks it."""
+    try:
+        return resources.files("minigpt").joinpath("data", name).read_bytes()
+    except OSError:
+        raise MiniGPTError(f"this installation of minigpt lacks data/{name}: install minigpt again") from None
 
 
 def is_file(path: Path) -> bool:
     """Whether there is such a file. Raises for a folder, pipe or dead link: it must not count as absent."""
-    try:
-        if stat.S_ISREG(os.stat(path).st_mode):
-            return True
-        problem = "it is not a file: delete it and download it again"
-    except (FileNotFoundError, NotADirectoryError):
-        if not os.path.lexists(path):
-            return False
-        problem = "it is a link to nothing: delete it and download it again"
-    except OSError as error:
-        problem = str(error.strerror)
-    raise CheckpointError(f"{path} cannot be read: {problem}")
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{path} cannot be read: not a file, a link to nothing, or no access: download it again")
+    return os.path.isfile(path)
 
 
 def cure(path: Path) -> str:
@@ -82,19 +81,13 @@ def as_text(path: Path, data: bytes) -> str:
 
 
 def as_json(path: Path, data: bytes) -> dict[str, Any]:
-    """The object that the JSON file `path` holds, `data`. Raises if it is something else, or a trap."""
+    """The object that the JSON file `path` holds, `data`. Raises if it is something else."""
     try:
         found = json.loads(as_text(path, data))
     except (ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path} is not valid JSON ({problem}): {cure(path)}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(found).__name__}: {cure(path)}")
-    level: list[Any] = [found]
-    for _ in range(_MAX_DEPTH):
-        inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [child for items in inner for child in items if isinstance(child, (dict, list))]
-    if level:
-        raise CheckpointError(f"{path} is nested too deeply: {cure(path)}")
     return found
 
 
@@ -116,8 +109,7 @@ def weight_files(folder: Path) -> list[Path]:
     if is_file(folder / INDEX):
         files = [folder / name for name in shards(folder / INDEX)]
         if missing := [path.name for path in files if not is_file(path)]:
-            names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise CheckpointError(f"{folder} lacks {names}, listed in {INDEX}: download it again")
+            raise CheckpointError(f"{folder} lacks {', '.join(missing)[:200]}, listed in {INDEX}: download it again")
         return files
     raise CheckpointError(f"{folder} has no {WEIGHTS}{almost(folder) or ': is this the folder of a model?'}")
 

@@ -6,7 +6,6 @@ import ctypes
 import json
 import math
 import mmap
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -75,14 +74,12 @@ def header(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
                 raise ValueError(f"a header of {length} bytes")
-            name = str(path)
-            if name.encode(errors="ignore") != os.fsencode(path):  # not UTF-8, which safetensors wants
-                name = f"/dev/fd/{file.fileno()}"
-                if not os.path.exists(name):
-                    raise CheckpointError(f"{path} is a path that is not UTF-8: rename the folder")
-            with safe_open(name, framework="pt"):
+            str(path).encode()  # raises where safetensors would refuse the name
+            with safe_open(path, framework="pt"):
                 pass  # the library checks it all: sizes, overlaps, gaps, the file's length
             entries = json.loads(file.read(length))
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path} is a path that is not UTF-8: rename the folder") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError, RecursionError) as error:

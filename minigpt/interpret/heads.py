@@ -60,13 +60,10 @@ def without_heads(model: GPT2, heads: Iterable[Head]) -> GPT2:
     return ablated
 
 
-def _batch(model: GPT2, ids: Sequence[int], least: int, too_few: str) -> Tensor:
+def _batch(model: GPT2, ids: Sequence[int], least: int) -> Tensor:
     """The ids on the model's device, [1,T]; PromptError for too few or more than the context."""
-    if len(ids) < least:
-        found = "is empty" if least == 1 else f"has {len(ids)} token{'s' * (not ids)}"
-        raise PromptError(f"the text {found}: {too_few}")
-    if len(ids) > model.config.n_positions:
-        raise PromptError(f"the text has {len(ids)} tokens, but the model's context is {model.config.n_positions}")
+    if not least <= len(ids) <= model.config.n_positions:
+        raise PromptError(f"the text must have {least} to {model.config.n_positions} tokens, not {len(ids)}")
     return torch.tensor([list(ids)], device=model.wte.weight.device)
 
 
@@ -77,7 +74,7 @@ def patterns(model: GPT2, ids: Sequence[int]) -> Tensor:
     """
     L, H, T, record = model.config.n_layer, model.config.n_head, len(ids), Record()
     with undisturbed(model):
-        model.hidden(_batch(model, ids, 2, "attention needs at least two to choose from"), record=record)
+        model.hidden(_batch(model, ids, 2), record=record)
         weights = torch.empty(L, H, T, T, dtype=torch.float32, device="cpu")
         for layer in reversed(range(L)):  # one at a time, so that they are never all here twice
             weights[layer] = record.attentions.pop()[0]
@@ -139,7 +136,7 @@ def ablation_losses(model: GPT2, ids: Sequence[int], heads: Iterable[Head]) -> I
 
     Raises PromptError, at the first one, for fewer than two tokens or more than the context.
     """
-    _batch(model, ids, 2, "there is no loss with fewer than two")
+    _batch(model, ids, 2)
 
     def loss(model: GPT2) -> float:
         with undisturbed(model):  # not around the loop: between two heads the caller's own settings hold
@@ -167,7 +164,7 @@ def lens(model: GPT2, ids: Sequence[int]) -> Lens:
     Source: https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens.
     Raises PromptError for an empty text, or more tokens than the model's context.
     """
-    batch, record = _batch(model, ids, 1, "the lens needs at least one token"), Record(weights=False)
+    batch, record = _batch(model, ids, 1), Record(weights=False)
     with undisturbed(model):
         model.hidden(batch, record=record)
         residuals = torch.cat(record.residuals)  # (L+1, T, E)

@@ -5,30 +5,21 @@ from __future__ import annotations
 import base64
 import json
 import math
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minigpt.errors import MiniGPTError, PromptError
+from minigpt.errors import PromptError
+from minigpt.files.reading import shipped
 
 if TYPE_CHECKING:
     from minigpt.text.tokenizer import Tokenizer
 
 PAGE_LIMIT = 50 * 10**6  # bytes: browsers open more, but no longer at once
 _STEPS = 65535  # a weight is a 16-bit number in the page: off by at most 0.5 / 65535 = 7.6e-6
-
-
-def shipped(name: str) -> str:
-    """A text file of the package's data; MiniGPTError where the installation lacks it."""
-    try:
-        return (files("minigpt") / "data" / name).read_text(encoding="utf-8")
-    except OSError:
-        raise MiniGPTError(f"this installation of minigpt lacks data/{name}: install minigpt again") from None
 
 
 def pieces(tokenizer: Tokenizer | None, id: int) -> list[str]:
@@ -44,10 +35,14 @@ def pieces(tokenizer: Tokenizer | None, id: int) -> list[str]:
             mark = {" ": "␣", "\n": "⏎", "\t": "⇥"}[character]
         else:
             mark = "" if character.isprintable() else repr(character)[1:-1]
-        if bool(mark) == (len(found) % 2 == 1):
+        if bool(mark) == len(found) % 2:
             found.append("")
         found[-1] += mark or character
     return found
+
+
+def _rounded(grid: Tensor) -> list[list[float | None]]:
+    return [[None if math.isnan(score) else round(score, 4) for score in row] for row in grid.tolist()]
 
 
 def check_page(n_tokens: int, n_patterns: int) -> None:
@@ -87,18 +82,12 @@ def page(
     for layer in layers:
         # (heads, T, T) -> the lower triangles, row by row, as little-endian 16-bit numbers
         values = array("H", (weights[layer, list(heads)][:, rows, columns] * _STEPS).round().int().flatten().tolist())
-        if sys.byteorder == "big":
-            values.byteswap()
         encoded.append(base64.b64encode(values.tobytes()).decode())
-    maps = []
-    for about, scores in roles:
-        grids = {
-            role: [[None if math.isnan(score) else round(score, 4) for score in row] for row in grid.tolist()]
-            for role, grid in scores.items()
-        }
-        maps.append({"about": about, "scores": grids})
+    maps = [
+        {"about": about, "scores": {role: _rounded(grid) for role, grid in scores.items()}} for about, scores in roles
+    ]
     tokens = [pieces(tokenizer, id) for id in ids]
     data = {"model": model, "tokens": tokens, "layers": list(layers), "heads": list(heads), "maps": maps}
     text = json.dumps({**data, "ablated": list(ablated), "weights": encoded})
     # Inside <script>, the only thing that can end or change the data is a "<".
-    return shipped("attention.html").replace("__DATA__", text.replace("<", "\\u003c"))
+    return shipped("attention.html").decode().replace("__DATA__", text.replace("<", "\\u003c"))

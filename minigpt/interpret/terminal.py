@@ -15,27 +15,22 @@ if TYPE_CHECKING:
     from minigpt.interpret.heads import Lens
     from minigpt.text.tokenizer import Tokenizer
 
-_SHADES = {True: " ░▒▓█", False: " .:*#"}
+_SHADES = " .:*#"
 _RAMP = (235, 53, 89, 125, 161, 167, 203, 209, 215, 222, 230)  # of the 256-colour palette, dark to bright
 
 
 @dataclass(frozen=True)
 class Screen:
-    """What the output can show. width: columns; colour: ANSI sequences; blocks: characters beyond ASCII."""
+    """What the output can show. width: columns; colour: ANSI sequences."""
 
     width: int = 80
     colour: bool = False
-    blocks: bool = True
 
     @classmethod
     def of(cls, stream: TextIO) -> Screen:
         """What `stream` can show: colour only if it is a terminal, and not where NO_COLOR is set."""
         colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        try:
-            blocks = _SHADES[True].encode(stream.encoding or "ascii") != b""
-        except (UnicodeEncodeError, LookupError):
-            blocks = False
-        return cls(shutil.get_terminal_size().columns, colour, blocks)
+        return cls(shutil.get_terminal_size().columns, colour)
 
 
 def label(tokenizer: Tokenizer | None, id: int) -> str:
@@ -56,13 +51,9 @@ def token_record(tokenizer: Tokenizer | None, id: int) -> dict[str, Any]:
 
 
 def layer_lines(weights: Tensor, labels: Sequence[str], layer: int, screen: Screen) -> Iterator[str]:
-    """One line a head: what the last token attends to, as a strip of shades and the three largest.
-
-    The whole layer has no strips where a line with one would not fit the screen.
-    """
-    T, text, short = len(labels), labels[-1], f"layer {layer}"
-    headings = (f"{short}: what the last of {T} tokens, {text}, attends to", f"{short}: what {text} attends to")
-    yield next((heading for heading in headings if len(heading) <= screen.width), short)
+    """One line a head: what the last token attends to, as a strip of shades (if all fit) and the three largest."""
+    T = len(labels)
+    yield f"layer {layer}: what the last of {T} tokens, {labels[-1]}, attends to"[: screen.width]
     last = weights[layer, :, -1]  # (H, T)
     found = last.topk(min(3, T))
     tops = [
@@ -91,11 +82,9 @@ def head_lines(weights: Tensor, labels: Sequence[str], layer: int, head: int, sc
 
 def _cells(row: Sequence[float], screen: Screen, wide: int) -> str:
     """A row of weights as shaded cells of `wide` characters; the shade is that of the weight's square root."""
-    scale = _RAMP if screen.colour else _SHADES[screen.blocks]
-    shades = [scale[min(int(math.sqrt(weight) * len(scale)), len(scale) - 1)] for weight in row]
-    if screen.colour:
-        return "".join(f"\x1b[48;5;{shade}m{' ' * wide}" for shade in shades) + "\x1b[0m"
-    return "".join(f"{shade}" * wide for shade in shades)
+    cells = [f"\x1b[48;5;{colour}m{' ' * wide}" for colour in _RAMP] if screen.colour else [s * wide for s in _SHADES]
+    shown = (cells[min(int(math.sqrt(weight) * len(cells)), len(cells) - 1)] for weight in row)
+    return "".join(shown) + "\x1b[0m" * screen.colour
 
 
 def head_records(

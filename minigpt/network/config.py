@@ -12,19 +12,17 @@ from minigpt.checks import integer, number
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu", "tanh")
 
 # Hugging Face accepts these names for the same fields (GPT2Config.attribute_map).
-_ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
+_ALIASES = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions"}
+_ALIASES |= {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
 
 # Settings that change the numbers and that this engine does not implement.
 _REFUSED = ("add_cross_attention", "pruned_heads", "quantization_config")
 _FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "tie_word_embeddings")
 
-_MAX_SIZE = 2**31 - 1  # the largest size that a config may give: a larger one is a slip, not a model
-_MAX_POSITIONS = 2**14  # the causal mask has n_positions^2 bytes, and twice that while it is made: 512 MiB here
+# The largest sizes. The causal mask has n_positions^2 bytes, and twice that while it is made: 512 MiB here.
+_SIZES = {"n_positions": 2**14, **dict.fromkeys(("vocab_size", "n_embd", "n_layer", "n_head", "n_inner"), 2**31 - 1)}
+_NUMBERS = {"resid_pdrop": 1.0, "embd_pdrop": 1, "attn_pdrop": 1}  # and the largest
+_NUMBERS |= {"layer_norm_epsilon": math.inf, "initializer_range": math.inf}
 
 
 @dataclass(frozen=True)
@@ -54,22 +52,17 @@ class GPT2Config:
     eos_token_id: int | tuple[int, ...] | None = 50256
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            limit = _MAX_POSITIONS if name == "n_positions" else _MAX_SIZE
-            self._set(name, integer(name, getattr(self, name), 1, limit))
-        if self.n_inner is not None:
-            self._set("n_inner", integer("n_inner", self.n_inner, 1, _MAX_SIZE))
-        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-            self._set(name, number(name, getattr(self, name), 0, 1))
-        self._set("initializer_range", number("initializer_range", self.initializer_range, 0))
-        self._set("layer_norm_epsilon", number("layer_norm_epsilon", self.layer_norm_epsilon, 0))
+        for name, most in _SIZES.items():
+            if name != "n_inner" or self.n_inner is not None:
+                self._set(name, integer(name, getattr(self, name), 1, most))
+        for name, high in _NUMBERS.items():
+            self._set(name, number(name, getattr(self, name), 0, high))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.activation_function not in ACTIVATIONS:
-            raise ValueError(
-                f"activation_function must be one of {', '.join(ACTIVATIONS)}, not {self.activation_function!r}"
-            )
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation_function must be one of {known}, not {self.activation_function!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
         if self.bos_token_id is not None:
@@ -90,8 +83,6 @@ class GPT2Config:
 
         Raises ValueError for a field that would change the numbers in a way that this engine does not implement.
         """
-        if not isinstance(data, Mapping):
-            raise ValueError(f"a config must map field names to values, not be {data!r}")
         if data.get("model_type", "gpt2") != "gpt2":
             raise ValueError(f"model_type is {data['model_type']!r}: only 'gpt2' models can be loaded")
         for name in _REFUSED:

@@ -125,9 +125,8 @@ class MultiHeadAttention(nn.Module):
         visible = visible_keys(self.mask, x.shape[1], cache)  # (T, S): row p is what position p may see
         if cache is not None:
             k, v = cache.update(layer, k, v)  # (B, H, S, D), the earlier tokens first
-        heads = attend(
-            q, k, v, visible, self.scale, self.training * self.attention_dropout, self.upcast
-        )  # (B, H, T, D)
+        dropout = self.training * self.attention_dropout
+        heads = attend(q, k, v, visible, self.scale, dropout, self.upcast)  # (B, H, T, D)
         return self.output_dropout(self.c_proj(join_heads(heads)))  # (B, T, H*D) -> W_O -> (B, T, E)
 
     def written_out(self, x: Tensor, cache: KVCache | None = None, layer: int = 0) -> tuple[Tensor, Tensor]:
@@ -160,9 +159,7 @@ class Record:
     """What `GPT2.hidden` collects on request."""
 
     attentions: list[Tensor] = field(default_factory=list)  # each block's attention weights, [B,H,T,S]
-    residuals: list[Tensor] = field(
-        default_factory=list
-    )  # [B,T,E]: the embeddings, then after each block, L + 1 in all
+    residuals: list[Tensor] = field(default_factory=list)  # [B,T,E], L + 1: the embeddings, then after each block
     weights: bool = True  # False leaves the attention fused, and collects no attentions
 
 

@@ -17,8 +17,8 @@ from minigpt import scoring
 from minigpt.checks import short_repr
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sampling import process
+from minigpt.files.reading import shipped
 from minigpt.interpret.heads import without_heads
-from minigpt.interpret.page import shipped
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import Record
 from minigpt.parity.check import Check, allowed_error, format_of, measured

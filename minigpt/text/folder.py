@@ -131,13 +131,11 @@ def _refuse_other_class(folder: Path, settings: Mapping[str, Any], config: Mappi
 
 
 def _refuse_other_files(folder: Path) -> None:
-    """Raise where there is a file of another kind of tokenizer, or another vocabulary under OpenAI's older names."""
+    """Raise where there is a file of another tokenizer. Under OpenAI's older names, GPT-2's own may be there."""
     for path in (path for pattern in OTHER_TOKENIZERS for path in sorted(folder.glob(pattern))):
         name = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}.get(path.name)
-        if name is None:
+        if name is None or not is_official(name, read_bytes(path)):
             raise TokenizerError(f"{path} is of another kind of tokenizer, {_IDS_ONLY}")
-        if not is_official(name, read_bytes(path)):
-            raise TokenizerError(f"{path} is a tokenizer's file under OpenAI's older name: copy it to {folder / name}")
 
 
 def _warn_if_unlike_gpt2(folder: Path, vocab_size: int, config: Mapping[str, Any]) -> None:

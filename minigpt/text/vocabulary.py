@@ -10,13 +10,12 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minigpt.errors import MiniGPTError, TokenizerError
-from minigpt.files.reading import cure
+from minigpt.errors import TokenizerError
+from minigpt.files.reading import cure, shipped
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -46,11 +45,7 @@ class Vocabulary(NamedTuple):
 
 def gpt2_vocabulary() -> Vocabulary:
     """The vocabulary of OpenAI's GPT-2, from this package. Raises MiniGPTError where the package lacks its data."""
-    try:
-        data = resources.files("minigpt").joinpath("data", "gpt2.tokens.z").read_bytes()
-    except OSError:
-        raise MiniGPTError("this installation of minigpt lacks data/gpt2.tokens.z: install minigpt again") from None
-    tokens = _BYTES + zlib.decompress(data).split(b"\xff")
+    tokens = _BYTES + zlib.decompress(shipped("gpt2.tokens.z")).split(b"\xff")
     return Vocabulary(tokens, range(len(tokens)), {END_OF_TEXT: len(tokens)})
 
 

@@ -573,5 +573,5 @@ def test_a_path_is_never_a_hub_name_and_a_file_is_no_folder(places: Path) -> Non
     with pytest.raises(ModelNotFoundError, match="neither an existing folder"):
         locate(Path("me/model"))
     (places / "here" / "model.safetensors").touch()
-    with pytest.raises(ModelNotFoundError, match="is a file: give the folder that holds it"):
+    with pytest.raises(ModelNotFoundError, match="is a file, or a link to nothing: give the folder"):
         locate("model.safetensors")

@@ -393,19 +393,19 @@ def test_lens_equals_hidden_states_through_the_final_norm_and_head() -> None:
 def test_bad_input_is_one_clear_sentence() -> None:
     lm, _ = lm_and_reference()
     model = lm.model
-    with pytest.raises(PromptError, match=r"the text has 1 token: attention needs at least two to choose from"):
+    with pytest.raises(PromptError, match=r"the text must have 2 to 32 tokens, not 1"):
         lm.attention([3])
-    with pytest.raises(PromptError, match="the text has 0 tokens"):
+    with pytest.raises(PromptError, match="must have 2 to 32 tokens, not 0"):
         lm.attention([])
-    with pytest.raises(PromptError, match="the text has 33 tokens, but the model's context is 32"):
+    with pytest.raises(PromptError, match="the text must have 2 to 32 tokens, not 33"):
         lm.attention([3] * 33)
-    with pytest.raises(PromptError, match="33 tokens"):
+    with pytest.raises(PromptError, match="not 33"):
         heads.lens(model, [3] * 33)
-    with pytest.raises(PromptError, match="the text is empty"):
+    with pytest.raises(PromptError, match="must have 1 to 32 tokens, not 0"):
         heads.lens(model, [])
-    with pytest.raises(PromptError, match="the text has 1 token: there is no loss"):
+    with pytest.raises(PromptError, match="must have 2 to 32 tokens, not 1"):
         next(heads.ablation_losses(model, [3], [(0, 0)]))
-    with pytest.raises(PromptError, match="33 tokens"):
+    with pytest.raises(PromptError, match="not 33"):
         next(heads.ablation_losses(model, [3] * 33, [(0, 0)]))
     with pytest.raises(PromptError, match="token id 64 is outside"):
         lm.attention([3, 64])

@@ -67,7 +67,7 @@ def test_files_of_another_tokenizer(tmp_path: Path, name: str) -> None:
 def test_openais_older_names(tmp_path: Path) -> None:
     model(tmp_path)
     (tmp_path / "encoder.json").write_text("{}")
-    assert str(tmp_path / "vocab.json") in refused(tmp_path, r"encoder\.json is .* older name: copy it to")
+    assert "another kind of tokenizer" in refused(tmp_path, r"encoder\.json is of another kind of tokenizer")
     official = Tokenizer.gpt2().files()
     (tmp_path / "encoder.json").write_bytes(official["vocab.json"])
     (tmp_path / "vocab.bpe").write_bytes(official["merges.txt"])
@@ -238,10 +238,7 @@ def test_from_a_zip_and_without_data(tmp_path: Path) -> None:
             for path in (ROOT / "minigpt").rglob("*"):
                 if path.is_file() and path.name not in leave_out and "__pycache__" not in path.parts:
                     archive.write(path, path.relative_to(ROOT))
-            if not leave_out:
-                for path in (ROOT / "weights" / "demo").iterdir():
-                    archive.write(path, Path("minigpt", "data", "demo", path.name))
-    code = "import minigpt; lm = minigpt.load('demo', device='cpu'); print(lm.generate('Once', max_new_tokens=3).text)"
+    code = "import minigpt; print(minigpt.Tokenizer.gpt2().encode('Once upon'))"
     assert run(tmp_path / "whole.zip", code) == run(ROOT, code) != ""
     code = "import minigpt; minigpt.Tokenizer.gpt2()"
     assert "MiniGPTError: this installation of minigpt lacks data/gpt2.tokens.z: install" in run(
