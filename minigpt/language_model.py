@@ -228,8 +228,8 @@ class LanguageModel:
         Raises PromptError for a text longer than the context if no stride is given.
         """
         text, lm = listed(text), self.without(ablate)
-        single = is_one_prompt(text) or not len(text)
-        texts, contexts = ([text], None if context is None else [context]) if single else (text, context)
+        texts, contexts = ([text], [context]) if (single := is_one_prompt(text)) else (text, context)
+        contexts = [None] * len(texts) if contexts is None else contexts
         encode = partial(lm.encode, special=special)
         with undisturbed(lm.model):
             scores = score_texts(lm.model, lm.limits, encode, texts, contexts, bos, stride, logprobs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
@@ -16,7 +15,6 @@ from minigpt.decoding.sequence import Limits
 from minigpt.errors import CheckpointError, PromptError
 from minigpt.network.model import GPT2
 from minigpt.prompts import Encode, Text
-from minigpt.text.tokenizer import Tokenizer
 
 _TOKENS = 4096  # about how many go through the model at once
 Top = list[tuple[int, float]]  # (id, log-probability), best first
@@ -63,14 +61,68 @@ class Window(NamedTuple):
 
     ids: Sequence[int]
     first: int
+    text: int = 0  # the index of its text
 
 
 class Scored(NamedTuple):
     """A window's scored tokens, the log-probability of each and, if wanted, the k best tokens in its place."""
 
+    text: int
     ids: Sequence[int]
     logprobs: list[float]
     top: list[Top]
+
+
+def score_texts(
+    model: GPT2,
+    limits: Limits,
+    encode: Encode,
+    texts: Sequence[Text],
+    contexts: Sequence[Text | None],
+    bos: bool,
+    stride: int | None,
+    k: int | None,
+) -> list[Score]:
+    """A Score for each text; they share batches, the longest ones first. See LanguageModel.score."""
+    k = None if k is None else integer("logprobs", k, 0)
+    stride = None if stride is None else integer("stride", stride, 1, limits.n_positions)
+    if isinstance(contexts, str) or len(contexts) != len(texts):
+        raise ValueError(f"context must be a list with one for each of the {len(texts)} texts")
+    split = [_split(*pair, bos, stride, encode, limits) for pair in zip(texts, contexts, strict=True)]
+    windows = (
+        Window(window.ids, window.first, at)
+        for at in sorted(range(len(split)), key=lambda at: -len(split[at].ids))
+        for window in ([split[at]] if stride is None else sliding(split[at].ids, limits.n_positions, stride))
+    )
+    found: list[list[Scored]] = [[] for _ in split]
+    for scored in score_windows(model, windows, k or 0, limits.undecodable_ids):
+        found[scored.text].append(scored)
+    overlap = stride is not None and stride < limits.n_positions
+    return [_summed(list(one.ids), parts, overlap, k, limits) for one, parts in zip(split, found, strict=True)]
+
+
+def _split(text: Text, context: Text | None, bos: bool, stride: int | None, encode: Encode, limits: Limits) -> Window:
+    """A text after its context, which is cut on the left, or after the beginning-of-text token, or alone.
+
+    Raises PromptError for a text that is too long, or a missing beginning-of-text token.
+    """
+    if context is not None and (bos or stride is not None):
+        raise ValueError("context goes with neither bos nor stride")
+    if isinstance(context, str) and isinstance(text, str):
+        # As the lm-evaluation-harness does (TemplateLM._encode_pair): white space between them belongs to the text.
+        before = encode(context.rstrip())
+        ids = encode(context + text)[len(before) :]
+    else:
+        before, ids = [] if context is None else encode(context), encode(text)
+    if bos or context is not None:
+        before = limits.begun(before)
+    n, size = len(ids) + len(before) * bos, limits.n_positions
+    if n > size and stride is None:
+        cure = f": give a stride, such as {max(size // 2, 1)}" if context is None else ""
+        raise PromptError(f"the text has {n} tokens, but the model's context is {size}{cure}")
+    if context is not None:
+        before = before[-(size + 1 - len(ids)) :]  # the last token is never fed
+    return Window([*before, *ids], max(len(before), 1))
 
 
 def sliding(ids: Sequence[int], size: int, stride: int) -> Iterator[Window]:
@@ -111,7 +163,7 @@ def _score(model: GPT2, rows: list[Window], k: int, unlisted: Sequence[int]) -> 
     hidden = model.hidden(tokens[:, :-1]) if T > 1 else tokens  # (B, T - 1, E): the last token predicts nothing here
     results = []
     for states, wanted, row in zip(hidden, tokens, rows, strict=True):
-        found, end = Scored(row.ids[row.first :], [], []), len(row.ids)
+        found, end = Scored(row.text, row.ids[row.first :], [], []), len(row.ids)
         for at in range(row.first, end, 64):  # 64 x V floats at a time, not T x V
             logits = model.head(states[at - 1 : min(at + 63, end - 1)]).float()
             ids = wanted[at : at + len(logits)]
@@ -124,75 +176,7 @@ def _score(model: GPT2, rows: list[Window], k: int, unlisted: Sequence[int]) -> 
     return results
 
 
-def score_texts(
-    model: GPT2,
-    limits: Limits,
-    encode: Encode,
-    texts: Sequence[Text],
-    contexts: Sequence[Text | None] | None,
-    bos: bool,
-    stride: int | None,
-    k: int | None,
-) -> list[Score]:
-    """A Score for each text; they share batches, the longest ones first. See LanguageModel.score."""
-    k = None if k is None else integer("logprobs", k, 0)
-    stride = None if stride is None else integer("stride", stride, 1, limits.n_positions)
-    if contexts is None:
-        split = [_alone(text, bos, stride, encode, limits) for text in texts]
-    elif bos or stride is not None:
-        raise ValueError("context goes with neither bos nor stride")
-    elif isinstance(contexts, str) or len(contexts) != len(texts):
-        raise ValueError(f"context must be a list with one for each of the {len(texts)} texts")
-    else:
-        split = [_after(one, text, encode, limits) for one, text in zip(contexts, texts, strict=True)]
-    owners = deque[int]()
-
-    def windows() -> Iterator[Window]:
-        for at in sorted(range(len(split)), key=lambda at: -len(split[at].ids)):
-            for window in [split[at]] if stride is None else sliding(split[at].ids, limits.n_positions, stride):
-                owners.append(at)
-                yield window
-
-    found: list[list[Scored]] = [[] for _ in split]
-    for scored in score_windows(model, windows(), k or 0, limits.undecodable_ids):
-        found[owners.popleft()].append(scored)
-    overlap = stride is not None and stride < limits.n_positions
-    return [_summed(list(one.ids), found[at], overlap, k, limits.tokenizer) for at, one in enumerate(split)]
-
-
-def _alone(text: Text, bos: bool, stride: int | None, encode: Encode, limits: Limits) -> Window:
-    """A text without a context. Raises PromptError for one that is too long."""
-    ids = [*(_beginning(limits) if bos else []), *encode(text)]
-    if len(ids) > limits.n_positions and stride is None:
-        size = limits.n_positions
-        message = f"the text has {len(ids)} tokens, but the model's context is {size}: give a stride"
-        raise PromptError(f"{message}, such as {max(size // 2, 1)}")
-    return Window(ids, 1)
-
-
-def _after(context: Text | None, text: Text, encode: Encode, limits: Limits) -> Window:
-    """A text after its context, which is cut on the left. Raises PromptError for a text that is too long."""
-    if context is None:
-        return _alone(text, False, None, encode, limits)
-    if isinstance(context, str) and isinstance(text, str):
-        # As the lm-evaluation-harness does (TemplateLM._encode_pair): white space between them belongs to the text.
-        before = encode(context.rstrip())
-        after = encode(context + text)[len(before) :]
-    else:
-        before, after = encode(context), encode(text)
-    if len(after) > limits.n_positions:
-        raise PromptError(f"the text has {len(after)} tokens, but the model's context is {limits.n_positions}")
-    before = (before or _beginning(limits))[-(limits.n_positions + 1 - len(after)) :]  # the last token is never fed
-    return Window([*before, *after], len(before))
-
-
-def _beginning(limits: Limits) -> list[int]:
-    if limits.bos_id is None:
-        raise PromptError("the model has no beginning-of-text token, so the text must not be empty")
-    return [limits.bos_id]
-
-
-def _summed(ids: list[int], parts: list[Scored], overlap: bool, k: int | None, tokenizer: Tokenizer | None) -> Score:
+def _summed(ids: list[int], parts: list[Scored], overlap: bool, k: int | None, limits: Limits) -> Score:
     logprobs = [value for part in parts for value in part.logprobs]
     total, weighted, weights = math.fsum(logprobs), 0.0, 0
     for number, part in enumerate(part for part in parts if part.logprobs):
@@ -200,6 +184,7 @@ def _summed(ids: list[int], parts: list[Scored], overlap: bool, k: int | None, t
         weight = len(part.logprobs) - (1 if number and overlap else 0)
         weighted += math.fsum(part.logprobs) / len(part.logprobs) * weight
         weights += weight
+    tokenizer = limits.tokenizer
     n_bytes = sum(len(tokenizer.token_bytes(id)) for part in parts for id in part.ids) if tokenizer else 0
     loss = -weighted / weights if weights else math.nan
     return Score(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from minigpt.cli.machine import load
 from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import read_prompt
-from minigpt.cli.tokenize import note_special
+from minigpt.cli.prompt import note_special, read_prompt
 
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel

@@ -8,10 +8,9 @@ import time
 from typing import TYPE_CHECKING
 
 from minigpt.cli import jobs
-from minigpt.cli.machine import load, note, say, say_machine, say_rate
+from minigpt.cli.machine import load, say, say_machine, say_rate
 from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import decoding, options, read_prompt
-from minigpt.cli.tokenize import note_special
+from minigpt.cli.prompt import given_options, note_context, note_defaults, note_special, read_prompt
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
 from minigpt.records import as_record
@@ -28,11 +27,14 @@ def run(args: argparse.Namespace) -> None:
     for name in ("output", "batch_size", "resume"):
         if getattr(args, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} needs --input")
-    given = options(args)
-    SamplingParams(**given)  # a bad one is refused before the model is loaded
+    options = given_options(args)
+    params = SamplingParams(**options)  # a bad one is refused before the model is loaded
     prompt = read_prompt(args)
     lm = load(args).without(args.ablate)
-    params = decoding(lm, given, args.use_model_defaults)
+    if args.use_model_defaults:
+        params = lm.defaults.over(options)
+    else:
+        note_defaults(lm, options)
     ids = lm.encode(prompt, special=args.special)
     note_special(lm.limits.tokenizer, prompt, ids)
     before = ""
@@ -44,13 +46,12 @@ def run(args: argparse.Namespace) -> None:
         else:
             completions = _one_by_one(args, lm, prompt, ids, params, before)
     if args.stats:
-        seeds = [str(completion.seed) for completion in completions if completion.seed is not None]
-        if seeds:
+        if seeds := [str(completion.seed) for completion in completions if completion.seed is not None]:
             say(f"seed: {', '.join(seeds)}")
         say("finish reason: " + ", ".join(completion.finish_reason or "none" for completion in completions))
         say_machine(args, lm)
-    if any(completion.finish_reason == "context" for completion in completions):
-        note(f"the text ends at the context of {lm.config.n_positions} tokens: --overflow slide goes on")
+    for completion in completions:
+        note_context(lm, completion.finish_reason)
 
 
 def _stream(
@@ -95,7 +96,7 @@ def _one_by_one(
     for sample, completion in enumerate(lm.generate_many([ids], params)):
         completions.append(completion)
         if args.json:
-            record = as_record(0, sample, prompt if isinstance(prompt, str) else None, completion, args.model)
+            record = as_record(0, sample, prompt, completion, args.model)
             print(json.dumps(record), flush=True)  # ASCII: whatever the terminal's encoding, and no odd line breaks
             continue
         shown = " ".join(map(str, completion.ids)) if args.ids else completion.text

@@ -54,17 +54,14 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream := getattr(sys, name), "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" in its place
     args = parse(argv)
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # PyTorch's; nothing here needs it
-    shown, warnings.showwarning = warnings.showwarning, lambda message, *_: note(str(message))
-    try:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # PyTorch's; nothing here needs it
+        warnings.showwarning = lambda message, *_: note(str(message))
         try:
             import_module(f"minigpt.cli.{args.command}").run(args)
-        finally:
             print(end="", flush=True)
-    except BaseException as error:
-        return _ended(error)
-    finally:
-        warnings.showwarning = shown
+        except BaseException as error:
+            return _ended(error)
     return 0
 
 

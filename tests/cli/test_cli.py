@@ -350,7 +350,7 @@ def test_options_without_effect_are_noted(run: Any, options: list[str], names: s
 
 def test_the_context_limit_is_noted(run: Any, tmp_path: Path) -> None:
     """The text ended in the middle of a sentence, with nothing to say why."""
-    note = "minigpt: the text ends at the context of 64 tokens: --overflow slide goes on\n"
+    note = "minigpt: a text ends at the context of 64 tokens: --overflow slide goes on\n"
     args = [*GENERATE, "Hello", "--ignore-eos"]
     for more in ([], ["--json"], ["--samples", "2", "--temperature", "1"]):
         assert run(*args, "-n", "70", *more)[::2] == (0, note)
@@ -358,7 +358,7 @@ def test_the_context_limit_is_noted(run: Any, tmp_path: Path) -> None:
     assert run(*args, "-n", "70", "--overflow", "slide")[::2] == (0, "")
     (tmp_path / "in").write_text('{"prompt": "Hello"}\n{"prompt": "b", "max_new_tokens": 2}\n')
     err = run(*GENERATE, "--ignore-eos", "-n", "70", "--input", str(tmp_path / "in"))[2]
-    assert err.splitlines()[-1] == "minigpt: 1 of the texts ends at the context of 64 tokens: --overflow slide goes on"
+    assert err.count(note) == 1
 
 
 def test_a_warning_of_the_library_is_one_line(run: Any, folder: Path, tmp_path: Path) -> None:
@@ -613,11 +613,18 @@ def test_score_of_many_texts(run: Any, folder: Path, tmp_path: Path) -> None:
         "".join(json.dumps(line) + "\n" for line in lines) + "plain text\n" + '{"text": "x y", "id": 99}\n'
     )
     code, out, err = run("score", "--offline", "--input", str(source))
-    assert code == 1 and err.splitlines()[-1] == "minigpt: error: 10 of 16 records are errors: see standard output"
+    assert code == 1 and err.splitlines()[-1] == "minigpt: error: 9 of 16 records are errors: see standard output"
     assert PLAIN in err
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["id"] for record in records] == ["first", 2, 3, 4, 5, 6, 5, 8, 9, 10, 11, "first", 13, 14, 15, 99]
-    scored = {0: {"context": "Hello"}, 2: {"special": True}, 3: {}, 5: {"context": ""}, 6: {"context": "long " * 100}}
+    scored: dict[int, Any] = {
+        11: {},
+        0: {"context": "Hello"},
+        2: {"special": True},
+        3: {},
+        5: {"context": ""},
+        6: {"context": "long " * 100},
+    }
     for at, options in scored.items():
         expected = lm.score(lines[at]["text"], **options)
         keys = ["id", "text", "context", "ids", "logprobs", "total", "mean", "perplexity", "bits_per_byte", "model"]
@@ -628,11 +635,10 @@ def test_score_of_many_texts(run: Any, folder: Path, tmp_path: Path) -> None:
     wanted = {
         2: "the text has 71 tokens, but the model's context is 64",
         5: "there is nothing to score: that takes two tokens, or one and --bos or a context",
-        8: "unknown key 'prompt': a line has text, context, id, and special",
-        9: "text must be a text, not int",
-        10: "context must be a text, not int",
+        8: "unknown key 'prompt': a line has text, context, id, special",
+        9: "text must be a text, not 5",
+        10: "context must be a text, not 5",
         11: "a line needs a text",
-        12: "id 'first' is already that of line 1",
         13: "special must be true or false, not 'yes'",
         14: "unknown key 'max_tokens': a line has text",
         15: 'not JSON: Expecting value at column 1; write it as {"text": "plain text"}',
@@ -649,6 +655,8 @@ def test_score_of_many_texts_with_options(run: Any, folder: Path) -> None:
     assert code == 1 and first["perplexity"] == pytest.approx(lm.score(text, stride=32, bos=True).perplexity, rel=1e-5)
     assert second["ids"] == [50256, 64] and "context goes with neither bos nor stride" in third["error"]
     assert run("score", "--offline", "--input", "-", "--special", stdin=b'{"text": "<|endoftext|> a"}')[2] == ""
+    code, out, err = run("score", "--offline", "--ids", "")  # ids of no text
+    assert (code, out) == (1, "") and "there is nothing to score" in err
     code, out, err = run("score", "--offline", "--input", "-", stdin=b"nothing good")  # no text to score at all
     assert code == 1 and json.loads(out)["line"] == 1
     code, out, err = run("score", "--offline", "--input", "-")
