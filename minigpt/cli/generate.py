@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from minigpt.cli import jobs
 from minigpt.cli.machine import load, say, say_machine, say_rate
-from minigpt.cli.main import Unwinding
 from minigpt.cli.prompt import given_options, note_context, note_defaults, note_special, read_prompt
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
@@ -40,11 +39,10 @@ def run(args: argparse.Namespace) -> None:
     before = ""
     if args.echo:
         before = prompt if isinstance(prompt, str) else "".join(f"{id} " for id in prompt)
-    with Unwinding():
-        if params.samples == params.num_beams == 1 and not args.json:
-            completions = [_stream(args, lm, ids, params, before)]
-        else:
-            completions = _one_by_one(args, lm, prompt, ids, params, before)
+    if params.samples == params.num_beams == 1 and not args.json:
+        completions = [_stream(args, lm, ids, params, before)]
+    else:
+        completions = _one_by_one(args, lm, prompt, ids, params, before)
     if args.stats:
         if seeds := [str(completion.seed) for completion in completions if completion.seed is not None]:
             say(f"seed: {', '.join(seeds)}")

@@ -9,7 +9,6 @@ from contextlib import closing
 
 from minigpt.checks import integer
 from minigpt.cli.machine import load, progress, say_machine, say_rate
-from minigpt.cli.main import Unwinding
 from minigpt.cli.prompt import given_options, note_context, note_defaults, note_special
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         if lm is None:
             note_defaults(lm := load(args), options)
         started, tokens = time.perf_counter(), 0
-        with Unwinding(), progress(source.count, output.done) as bar:
+        with progress(source.count, output.done) as bar:
             for found in records(lm, lines, model=args.model, batch_size=size, special=args.special):
                 output.write(found)
                 for record in found:

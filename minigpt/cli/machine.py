@@ -14,6 +14,8 @@ from minigpt.checks import integer
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
 
+loaded = False  # whether there is a model in this process
+
 
 def say(text: str, end: str = "\n") -> None:
     """Print to stderr. No work is lost where nobody reads it."""
@@ -44,7 +46,8 @@ def load(args: argparse.Namespace) -> LanguageModel:
     started = time.perf_counter()
     places = {"device": args.device, "dtype": args.dtype, "revision": args.revision, "offline": args.offline}
     lm = loading.load(args.model, progress=True, **places)
-    args.load_seconds = time.perf_counter() - started
+    global loaded
+    loaded, args.load_seconds = True, time.perf_counter() - started
     return lm
 
 
@@ -52,11 +55,13 @@ def progress(total: int, done: int) -> Any:
     """A bar: redrawn in place on a terminal, a line every ten seconds in a log."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    shape = "{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} lines, {remaining} left{postfix}"
-    every = 0.1 if sys.stderr.isatty() else 10
-    out = SimpleNamespace(write=lambda text: say(text, ""), flush=bool, encoding=sys.stderr.encoding)
-    settings = {"bar_format": shape, "mininterval": every, "file": out}
-    return tqdm(total=total, initial=done, **settings)  # type: ignore[no-untyped-call]
+    return tqdm(  # type: ignore[no-untyped-call]
+        total=total,
+        initial=done,
+        bar_format="{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} lines, {remaining} left{postfix}",
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+        file=SimpleNamespace(write=lambda text: say(text, ""), flush=bool, encoding=sys.stderr.encoding),
+    )
 
 
 def say_rate(what: str, tokens: int, seconds: float) -> None:

@@ -13,26 +13,18 @@ import sys
 _NO_ROOM = ("out of memory", "allocate memory", "not enough memory")
 
 
-class Unwinding:
-    """In this context a signal raises KeyboardInterrupt: there is text to keep. Outside it ends the process at once, as
-    the imports of large libraries can lose what a handler raises."""
-
-    now = False
-
-    def __enter__(self) -> None:
-        Unwinding.now = True
-
-    def __exit__(self, *_: object) -> None:
-        Unwinding.now = False
-
-
 def end_on_signals() -> None:
-    """Let Ctrl-C and SIGTERM end this process quietly from here on, unless the caller ignores them (nohup)."""
+    """Let Ctrl-C and SIGTERM end this process quietly from here on, unless the caller ignores them (nohup).
+
+    Once a model is loaded, and while one is downloaded, they raise KeyboardInterrupt: there is something to keep. Else
+    they end the process at once, as the imports of large libraries can lose what a handler raises.
+    """
     import _signal as signal  # type: ignore[import-not-found]  # signal itself takes longer to import
 
     def stop(number: int, _: object) -> None:
-        if Unwinding.now or getattr(sys.modules.get("minigpt.files.hub"), "downloading", False):
-            raise KeyboardInterrupt(number)
+        for name, flag in (("minigpt.cli.machine", "loaded"), ("minigpt.files.hub", "downloading")):
+            if getattr(sys.modules.get(name), flag, False):
+                raise KeyboardInterrupt(number)
         os._exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -58,8 +50,10 @@ def main(argv: list[str] | None = None) -> int:
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # PyTorch's; nothing here needs it
         warnings.showwarning = lambda message, *_: note(str(message))
         try:
-            import_module(f"minigpt.cli.{args.command}").run(args)
-            print(end="", flush=True)
+            try:
+                import_module(f"minigpt.cli.{args.command}").run(args)
+            finally:
+                print(end="", flush=True)
         except BaseException as error:
             return _ended(error)
     return 0

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from minigpt.cli.machine import load
-from minigpt.cli.main import Unwinding
 from minigpt.cli.prompt import note_special, read_prompt
 from minigpt.errors import MiniGPTError
 from minigpt.jobs import score_records
@@ -22,8 +21,7 @@ def run(args: argparse.Namespace) -> None:
         return
     text = read_prompt(args)
     lm = load(args)
-    with Unwinding():
-        [score] = lm.score([text], context=[args.context], **options)
+    [score] = lm.score([text], context=[args.context], **options)
     figures = score_figures(score)
     note_special(lm.limits.tokenizer, f"{args.context or ''}{text}" if isinstance(text, str) else None, score.ids)
     if args.json:
@@ -48,12 +46,11 @@ def _score_file(args: argparse.Namespace, options: dict[str, Any]) -> None:
         raise ValueError("--input FILE holds the texts: it goes with no text, --context or --ids")
     source, failed = Input(args.input, "text"), 0
     lm = load(args)
-    with Unwinding():
-        for record in score_records(lm, source, model=args.model, **options):
-            print(json.dumps(record), flush=True)
-            failed += "error" in record
-            note_special(
-                lm.limits.tokenizer, f"{record.get('context') or ''}{record.get('text', '')}", record.get("ids", ())
-            )
+    for record in score_records(lm, source, model=args.model, **options):
+        print(json.dumps(record), flush=True)
+        failed += "error" in record
+        note_special(
+            lm.limits.tokenizer, f"{record.get('context') or ''}{record.get('text', '')}", record.get("ids", ())
+        )
     if failed:
         raise MiniGPTError(f"{failed} of {source.count} records are errors: see standard output")

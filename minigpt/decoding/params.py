@@ -34,19 +34,19 @@ class SamplingParams:
     logit_bias: {token id: value added to its logit}.
     sequence_bias: (ids, value) pairs: the value is added to the last id's logit where the ids before it came last.
     suppress_tokens: ids that are never drawn.
-    bad_words: text(s) that are not written, with a space before them or without. One str is accepted.
+    bad_words: a text, or several, not to be written, with a space before it or without.
     bad_words_ids: lists of ids: the last is not drawn after the others. End ids alone are left out.
-    stop: text(s) at which to stop; the text before it is kept. One str is accepted.
+    stop: a text, or several, at which to stop; the text before it is kept.
     stop_ids: ids at which to stop; () is none; None (or "model") is the model's own end ids.
-    seed: makes sampling repeatable, in [0, 2^64); None is a fresh one, which the result reports.
+    seed: makes sampling repeatable, in [0, 2^64); without one it is a fresh one, which the result reports.
     samples: completions per prompt; sample j uses seed + j. Of a beam search: the best so many, at most num_beams.
     num_beams: above 1, beam search: so many continuations are kept, the most probable ones; at most 64.
     length_penalty: they are compared by log-probability / tokens ** length_penalty; above 0 favours long ones.
     early_stopping: True ends the search when num_beams are complete; False if those that run are worse at their
-        length now, "never" if they are at any length.
-    logprobs: None is off; 0 gives each drawn token's log-probability, k also the k best tokens'.
+        length now; "never" if they are at any length.
+    logprobs: 0 gives each drawn token's log-probability, k also the k best tokens'; None is off.
     overflow: at the context limit "stop", or "slide": keep the last half of the context and go on.
-    max_seconds: no further token once this time has passed; at least one is drawn. None: no limit.
+    max_seconds: no further token once this time has passed; at least one is drawn.
 
     None for any option means "not given". Raises ValueError that names the option and the value,
     TypeError for an unknown option.
