@@ -34,64 +34,51 @@ def run(args: argparse.Namespace) -> None:
         params = lm.defaults.over(options)
     else:
         note_defaults(lm, options)
-    ids = lm.encode(prompt, special=args.special)
-    note_special(lm.limits.tokenizer, prompt, ids)
-    before = ""
-    if args.echo:
-        before = prompt if isinstance(prompt, str) else "".join(f"{id} " for id in prompt)
-    if params.samples == params.num_beams == 1 and not args.json:
-        completions = [_stream(args, lm, ids, params, before)]
-    else:
-        completions = _one_by_one(args, lm, prompt, ids, params, before)
+    alone = params.samples == params.num_beams == 1 and not args.json
+    before = prompt if isinstance(prompt, str) else "".join(f"{id} " for id in prompt)
+    completions = (_stream if alone else _one_by_one)(args, lm, prompt, params, before * args.echo)
     if args.stats:
         if seeds := [str(completion.seed) for completion in completions if completion.seed is not None]:
             say(f"seed: {', '.join(seeds)}")
         say("finish reason: " + ", ".join(completion.finish_reason or "none" for completion in completions))
         say_machine(args, lm)
+    note_special(lm.limits.tokenizer, prompt, completions[0].prompt_ids)
     for completion in completions:
         note_context(lm, completion.finish_reason)
 
 
 def _stream(
-    args: argparse.Namespace, lm: LanguageModel, ids: list[int], params: SamplingParams, before: str
-) -> Completion:
+    args: argparse.Namespace, lm: LanguageModel, prompt: str | list[int], params: SamplingParams, before: str
+) -> list[Completion]:
     """Print one completion as it is drawn."""
     started = first = time.perf_counter()
     count = 0
-    with lm.stream(ids, params) as stream:
+    with lm.stream(prompt, params, special=args.special) as stream:
         try:
             print(before, end="", flush=True)
             for count, step in enumerate(stream, 1):
-                if count == 1:
-                    first = time.perf_counter()
-                shown = " " * (count > 1) + str(step.id) if args.ids else step.text
-                if shown:
-                    print(shown, end="", flush=True)
+                first = time.perf_counter() if count == 1 else first
+                print(" " * (count > 1) + str(step.id) if args.ids else step.text, end="", flush=True)
         except (KeyboardInterrupt, MiniGPTError):
             if count or args.echo:
                 print(flush=True)  # end the line that was cut short
             raise
-    print(flush=True)
     done = stream.completion
+    print(flush=True)
     _print_logprobs(lm, done)
     if args.stats:
         say_rate("prompt", len(done.prompt_ids), first - started)
         say_rate("generation", max(count - 1, 0), time.perf_counter() - first)
-    return done
+    return [done]
 
 
 def _one_by_one(
-    args: argparse.Namespace,
-    lm: LanguageModel,
-    prompt: str | list[int],
-    ids: list[int],
-    params: SamplingParams,
-    before: str,
+    args: argparse.Namespace, lm: LanguageModel, prompt: str | list[int], params: SamplingParams, before: str
 ) -> list[Completion]:
     """Print each completion, or its record, as soon as it is done."""
     started = time.perf_counter()
     completions: list[Completion] = []
-    for sample, completion in enumerate(lm.generate_many([ids], params)):
+    for sample, completion in enumerate(lm.generate_many([prompt], params, special=args.special)):
         completions.append(completion)
         if args.json:
             record = as_record(0, sample, prompt, completion, args.model)

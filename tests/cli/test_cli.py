@@ -854,7 +854,7 @@ def test_every_decoding_option_reaches_the_library(run: Any, folder: Path, monke
     monkeypatch.setattr(
         minigpt.LanguageModel,
         "generate_many",
-        lambda lm, prompts, params: seen.append((params, lm)) or original(lm, prompts, params),
+        lambda lm, prompts, params, **more: seen.append((params, lm)) or original(lm, prompts, params, **more),
     )
     options = "--min-new-tokens 1 -n 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1"
     options += " --no-repeat-ngram-size 4 --logit-bias 5=1.5 --logit-bias 6=-2 --stop a --stop b --ignore-eos --seed 8"
