@@ -9,9 +9,8 @@ from typing import Any
 from minigpt.cli.machine import load
 from minigpt.cli.prompt import note_special, read_prompt
 from minigpt.errors import MiniGPTError
-from minigpt.jobs import score_records
+from minigpt.jobs import score_figures, score_records
 from minigpt.lines import Input
-from minigpt.records import score_figures
 
 
 def run(args: argparse.Namespace) -> None:

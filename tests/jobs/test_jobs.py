@@ -23,7 +23,7 @@ from tiny import gpt2_folder
 import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, SamplingParams, Tokenizer
 from minigpt.cli.main import main
-from minigpt.records import Output
+from minigpt.jobs import Output
 
 
 @pytest.fixture(scope="module")
