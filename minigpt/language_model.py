@@ -198,8 +198,7 @@ class LanguageModel:
             let the input wait a moment before it gives None, as it is asked again at once where no row is running.
         """
         base, slots = given.final(params, overrides), integer("batch_size", batch_size, 1, 4096)
-        tasks = (given.as_task(one, base) for one in prompts)
-        rows = given.sequences(tasks, partial(self.encode, special=special), self.limits)
+        rows = given.sequences(prompts, partial(self.encode, special=special), self.limits, base)
         return Streams(self.model, rows, slots)
 
     @overload

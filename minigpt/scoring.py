@@ -122,7 +122,7 @@ def _split(
         raise PromptError(f"the text has {n} tokens, but the model's context is {size}{cure}")
     if context is not None:
         before = before[-(size + 1 - n) :]  # the last token is never fed
-    return Window(number, torch.tensor([*before, *ids], dtype=torch.long), max(len(before), 1))
+    return Window(number, torch.tensor([*before, *ids], dtype=torch.long, device="cpu"), max(len(before), 1))
 
 
 def sliding(text: int, ids: Tensor, size: int, stride: int) -> Iterator[Window]:
@@ -194,4 +194,4 @@ def _summed(ids: list[int], parts: list[Scored], overlap: bool, k: int | None, l
 
 def log_probabilities(model: GPT2, ids: Sequence[int]) -> list[float]:
     """The log-probability of each token but the first given those before it; CheckpointError if one is not finite."""
-    return _score(model, [Window(0, torch.tensor(ids), 1)])[0][1]
+    return _score(model, [Window(0, torch.tensor(ids, device="cpu"), 1)])[0][1]

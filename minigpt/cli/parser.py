@@ -135,10 +135,11 @@ def _add_score(commands: Any) -> None:
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("machine").add_argument
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
-    add("--dtype", default="float32", help="float32, float16; on a CPU also int8, on CUDA bfloat16 [float32]")
-    add("--threads", type=int, metavar="N", help="CPU threads [all CPUs that it may use]")
+    group = parser.add_argument_group("machine")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
+    help = "float32, float16; on a CPU also int8, on CUDA bfloat16 [float32]"
+    group.add_argument("--dtype", default="float32", help=help)
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads [all CPUs that it may use]")
 
 
 def _add_attention(commands: Any) -> None:
@@ -148,8 +149,8 @@ def _add_attention(commands: Any) -> None:
     _add_model(parser)
     group = parser.add_argument_group("what to show")
     add = group.add_argument
-    add("--layer", type=_number, nargs="+", metavar="N", help="layers [0; with --html, --json, --roles or --rank all]")
-    add("--head", type=_number, nargs="+", metavar="N", help="heads, with weights and matrix [all]")
+    add("--layer", type=int, nargs="+", metavar="N", help="layers [0; with --html, --json, --roles or --rank all]")
+    add("--head", type=int, nargs="+", metavar="N", help="heads, with weights and matrix [all]")
     _add_ablate(add)
     add("--ids", action="store_true", help="the prompt is token ids instead of text")
     kind = group.add_mutually_exclusive_group()
@@ -167,15 +168,8 @@ def _add_ablate(add: Any) -> None:
     add("--ablate", type=_head, nargs="+", action="extend", default=[], metavar="LAYER.HEAD", help=help)
 
 
-def _number(text: str) -> int:
-    """--layer N, --head N. Whether the model has it, the model says; so for _head."""
-    if re.fullmatch(r"[+-]?[0-9]{1,9}", text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"write numbers, and the prompt before them, not {text!r}")
-
-
 def _head(text: str) -> str:
-    """--ablate LAYER.HEAD."""
+    """--ablate LAYER.HEAD. Whether the model has it, the model says."""
     if re.fullmatch(r"[0-9]+\.[0-9]+", text):
         return text
     raise argparse.ArgumentTypeError(f"write heads as LAYER.HEAD, and the prompt before --ablate, not {text!r}")
