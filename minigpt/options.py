@@ -90,12 +90,6 @@ def _above_zero(name: str, value: Any, high: float = math.inf) -> float:
     return float(value)
 
 
-def _below_one(name: str, value: Any) -> float:
-    if number(name, value, low=0) >= 1:
-        raise ValueError(f"{name} must be below 1, not {short_repr(value)}")
-    return float(value)
-
-
 def _one_of(name: str, value: Any, choices: tuple[object, ...]) -> Any:
     for choice in choices:
         if isinstance(value, type(choice)) and value == choice:  # 1 is not True
@@ -155,9 +149,8 @@ _COUNT = partial(integer, low=0)
 _VALUES: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "logprobs"), _COUNT),
     **dict.fromkeys(("temperature", "max_seconds"), partial(number, low=0)),
-    **dict.fromkeys(("top_p", "min_p"), partial(number, low=0, high=1)),
+    **dict.fromkeys(("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"), partial(number, low=0, high=1)),
     "typical_p": partial(_above_zero, high=1),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _below_one),
     "repetition_penalty": _above_zero,
     "logit_bias": _logit_bias,
     "sequence_bias": _sequence_bias,

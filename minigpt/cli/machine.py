@@ -71,7 +71,7 @@ def say_rate(what: str, tokens: int, seconds: float) -> None:
 
 
 def say_machine(args: argparse.Namespace, lm: LanguageModel) -> None:
-    """The last lines of --stats: memory, device, model and tokenizer."""
+    """The last lines of --stats: memory, and what was loaded."""
     import torch
 
     from minigpt.network.products import format_name
@@ -83,8 +83,5 @@ def say_machine(args: argparse.Namespace, lm: LanguageModel) -> None:
         peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if peak:
         say(f"peak memory: {peak / 2**20:.0f} MiB")
-    size = sum(parameter.numel() for parameter in lm.model.parameters())
-    products = f"{torch.get_num_threads()} threads, matrix products by {format_name(lm.model.output)}"
-    say(f"device: {lm.device}, {lm.dtype}, {products}")
-    say(f"model: {size:,} parameters, loaded in {args.load_seconds:.2f} s")
-    say(f"tokenizer: {getattr(lm.limits.tokenizer, 'origin', 'none')}")
+    say(f"{lm}, loaded in {args.load_seconds:.2f} s")
+    say(f"{torch.get_num_threads()} threads, matrix products by {format_name(lm.model.output)}")

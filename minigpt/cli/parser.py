@@ -54,44 +54,36 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_score(commands)
     tokenize = _command(commands, "tokenize", "show a text's tokens")
-    _add_prompt(tokenize)
-    _add_model(tokenize)
     tokenize.add_argument("--json", action="store_true", help='{"id": ..., "token": ..., "bytes": [...]} a line')
     _add_attention(commands)
     _add_parity(commands)
-    info = _command(commands, "info", "show a model's configuration, size and files")
-    _add_model(info)
+    info = _command(commands, "info", "show a model's configuration, size and files", prompt=False)
     info.add_argument("--json", action="store_true", help="one JSON object")
     return parser
 
 
-def _command(commands: Any, name: str, about: str, more: str = "") -> Any:
+def _command(commands: Any, name: str, about: str, more: str = "", prompt: bool = True) -> Any:
+    """A command that takes a model and, if `prompt`, a prompt."""
     description = f"{about[0].upper()}{about[1:]}{more}."
     # no abbreviations: --n would be --no-repeat-ngram-size
-    return commands.add_parser(name, help=about, description=description, allow_abbrev=False)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(name, help=about, description=description, allow_abbrev=False)
+    if prompt:
+        add = parser.add_argument_group("prompt (one of)").add_argument
+        add("text", nargs="?", metavar="PROMPT", help="the text; - reads it from standard input")
+        add("-p", "--prompt", metavar="TEXT", help="the text (write --prompt=TEXT if it begins with a dash)")
+        add("-f", "--file", metavar="FILE", help="a UTF-8 file; its final newline is dropped")
+        add("--special", action="store_true", help="read special tokens, such as <|endoftext|>, as such")
     add = parser.add_argument_group("model").add_argument
     help = "demo; gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2; a folder (./name); or a hub id (default: gpt2)"
     add("-m", "--model", default="gpt2", help=help)
     add("--revision", help="a branch, tag or commit on the hub")
     add("--offline", action="store_true", help="use no network, only files that are already here")
-
-
-def _add_prompt(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("prompt (one of)").add_argument
-    add("text", nargs="?", metavar="PROMPT", help="the text; - reads it from standard input")
-    add("-p", "--prompt", metavar="TEXT", help="the text (write --prompt=TEXT if it begins with a dash)")
-    add("-f", "--file", metavar="FILE", help="a UTF-8 file; its final newline is dropped")
-    add("--special", action="store_true", help="read special tokens, such as <|endoftext|>, as such")
+    return parser
 
 
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "continue a prompt", ". Greedy unless --temperature is above 0")
     parser.add_argument("--version", action="version", version=f"minigpt {__version__}")
-    _add_prompt(parser)
-    _add_model(parser)
     add = parser.add_argument_group("decoding (defaults in brackets)").add_argument
     meanings = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)\.$", SamplingParams.__doc__ or "", re.MULTILINE))
     for each in fields(SamplingParams):
@@ -120,8 +112,6 @@ def _add_generate(commands: Any) -> None:
 def _add_score(commands: Any) -> None:
     about = "how likely the model finds a text: log-probabilities, perplexity, bits per byte"
     parser = _command(commands, "score", about)
-    _add_prompt(parser)
-    _add_model(parser)
     add = parser.add_argument_group("scoring").add_argument
     add("--context", metavar="TEXT", help="score the text as the continuation of this one")
     help = "for a text of any length: windows of a full context, each N tokens further; tokens are not listed then"
@@ -145,8 +135,6 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 def _add_attention(commands: Any) -> None:
     about = "show what each attention head attends to"
     parser = _command(commands, "attention", about, ": by default, one line for each head of a layer")
-    _add_prompt(parser)
-    _add_model(parser)
     group = parser.add_argument_group("what to show")
     add = group.add_argument
     add("--layer", type=int, nargs="+", metavar="N", help="layers [0; with --html, --json, --roles or --rank all]")
@@ -177,8 +165,7 @@ def _head(text: str) -> str:
 
 def _add_parity(commands: Any) -> None:
     about = "prove on this machine that a model gives the numbers published for it, and what transformers gives"
-    parser = _command(commands, "parity", about)
-    _add_model(parser)
+    parser = _command(commands, "parity", about, prompt=False)
     group = parser.add_argument_group("comparison")
     help = "compare on this text too (repeatable)"
     group.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help=help)

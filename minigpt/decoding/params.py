@@ -27,7 +27,7 @@ class SamplingParams:
     top_p: keep the smallest set of tokens whose probabilities reach p, in [0, 1]; 1 keeps all.
     min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
     typical_p: keep the tokens least surprising for the entropy, until their probabilities reach p; 1 keeps all.
-    epsilon_cutoff: drop tokens of a lower probability than this, in [0, 1); 0 is off.
+    epsilon_cutoff: drop tokens of a lower probability than this, in [0, 1]; 0 is off.
     eta_cutoff: the same, with a bound that is lower where the entropy is high; 0 is off.
     repetition_penalty: above 1 makes tokens of the prompt and the output less likely; 1 is off.
     no_repeat_ngram_size: no n-gram of this size occurs twice, the prompt included; 0 is off.
