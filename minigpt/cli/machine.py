@@ -14,7 +14,7 @@ from minigpt.checks import integer
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
 
-loaded = False  # whether there is a model in this process
+at_work = False  # whether the command has its model, and has not ended
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -46,8 +46,8 @@ def load(args: argparse.Namespace) -> LanguageModel:
     started = time.perf_counter()
     places = {"device": args.device, "dtype": args.dtype, "revision": args.revision, "offline": args.offline}
     lm = loading.load(args.model, progress=True, **places)
-    global loaded
-    loaded, args.load_seconds = True, time.perf_counter() - started
+    global at_work
+    at_work, args.load_seconds = True, time.perf_counter() - started
     return lm
 
 

@@ -16,13 +16,13 @@ _NO_ROOM = ("out of memory", "allocate memory", "not enough memory")
 def end_on_signals() -> None:
     """Let Ctrl-C and SIGTERM end this process quietly from here on, unless the caller ignores them (nohup).
 
-    Once a model is loaded, and while one is downloaded, they raise KeyboardInterrupt: there is something to keep. Else
-    they end the process at once, as the imports of large libraries can lose what a handler raises.
+    While a model is at work, or downloaded, they raise KeyboardInterrupt, as there is something to keep. At other times
+    they end the process at once: the imports of large libraries can lose what a handler raises.
     """
     import _signal as signal  # type: ignore[import-not-found]  # signal itself takes longer to import
 
     def stop(number: int, _: object) -> None:
-        for name, flag in (("minigpt.cli.machine", "loaded"), ("minigpt.files.hub", "downloading")):
+        for name, flag in (("minigpt.cli.machine", "at_work"), ("minigpt.files.hub", "downloading")):
             if getattr(sys.modules.get(name), flag, False):
                 raise KeyboardInterrupt(number)
         os._exit(128 + number)
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     import warnings
     from importlib import import_module
 
-    from minigpt.cli.machine import note
+    from minigpt.cli import machine
     from minigpt.cli.parser import parse
 
     for name in ("stdout", "stderr"):
@@ -48,11 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # PyTorch's; nothing here needs it
-        warnings.showwarning = lambda message, *_: note(str(message))
+        warnings.showwarning = lambda message, *_: machine.note(str(message))
         try:
             try:
                 import_module(f"minigpt.cli.{args.command}").run(args)
             finally:
+                machine.at_work = False
                 print(end="", flush=True)
         except BaseException as error:
             return _ended(error)
