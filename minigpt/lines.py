@@ -30,9 +30,9 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the input: what to continue and how, or what to score; or what is wrong with it.
+    """One line of the input: a prompt and how to continue it, or a text to score; or an error.
 
-    number: from 1.     id: its own, else its number.   prompt: text or token ids; of a line to score, its text.
+    number: from 1.     id: its own, else its number.   prompt: text or token ids; the text to score.
     special: read special tokens in it; None: as the job says.      context: of a text to score.
     """
 
@@ -46,14 +46,13 @@ class Line:
 
 
 class Input:
-    """The lines of a file, or of standard input. They are read twice: of what can be read only once, a copy is made.
+    """The lines of a file, or of standard input ("-"). They are read twice; a pipe is copied.
 
     name: what messages call it.    count: its lines, but for the empty ones.    digest: their SHA-256.
     Raises MiniGPTError for a file that cannot be read, is in UTF-16, or has no lines.
     """
 
-    def __init__(self, name: str, example: str = "prompt") -> None:
-        """name: the file's; "-" is standard input.     example: a key for the message."""
+    def __init__(self, name: str) -> None:
         self.name, self.count, digest = "standard input" if name == "-" else name, 0, hashlib.sha256()
         try:
             self.file: BinaryIO = standard_input() if name == "-" else open(name, "rb")  # noqa: SIM115
@@ -70,8 +69,7 @@ class Input:
             raise MiniGPTError(f"cannot read {self.name}: {error.strerror}") from None
         self.digest = digest.hexdigest()
         if not self.count:
-            wanted = f"it should hold a JSON object a line, such as {json.dumps({example: 'Once'})}"
-            raise MiniGPTError(f"{self.name} is empty: {wanted}")
+            raise MiniGPTError(f"{self.name} is empty: it should hold a JSON object a line")
 
     def numbered(self) -> Iterator[tuple[int, bytes]]:
         """The lines that are not empty, with their numbers. Only \\n ends a line: U+2028 and its like are text."""
@@ -82,7 +80,7 @@ class Input:
                 yield number, data
 
     def lines(self, params: SamplingParams | None = None, fresh: int = 0) -> Iterator[Line]:
-        """Each line, see `parse`."""
+        """Each line as `parse` gives it."""
         return (parse(number, data, params, fresh) for number, data in self.numbered())
 
 
@@ -104,10 +102,10 @@ def utf8(data: bytes) -> str:
 
 
 def parse(number: int, data: bytes, params: SamplingParams | None, fresh: int) -> Line:
-    """One line: to continue with `params`, as far as it says nothing else; with None, to score.
+    """A line to continue with `params` where it has no options of its own, or with None a line to score.
 
     Line n has its own seed, else params.seed + n (mod 2^64), else, if it samples, fresh + n.
-    Never raises: what is wrong is in the result. A key whose value is null counts as not given.
+    A key whose value is null is not given. Never raises: the result holds the error.
     """
     line, keys = Line(number, number), _TO_SCORE if params is None else _TO_CONTINUE
     try:
@@ -141,7 +139,7 @@ def parse(number: int, data: bytes, params: SamplingParams | None, fresh: int) -
 
 
 def _to_continue(line: Line, given: dict[str, Any], params: SamplingParams, fresh: int) -> Line:
-    """The line with its prompt and params; ValueError for what they may not be."""
+    """The line with its prompt and params. Raises ValueError."""
     if ("prompt" in given) == ("ids" in given):
         raise ValueError("give one of prompt (text) and ids (a list of token ids)")
     if any(type(id) is not int for id in given.get("ids", ())):

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 def _score_file(args: argparse.Namespace, options: dict[str, Any]) -> None:
     if (args.text, args.prompt, args.file, args.context) != (None, None, None, None) or args.ids:
         raise ValueError("--input FILE holds the texts: it goes with no text, --context or --ids")
-    source, failed = Input(args.input, "text"), 0
+    source, failed = Input(args.input), 0
     lm = load(args)
     for record in score_records(lm, source, model=args.model, **options):
         print(json.dumps(record), flush=True)

@@ -659,7 +659,7 @@ def test_score_of_many_texts_with_options(run: Any, folder: Path) -> None:
     code, out, err = run("score", "--offline", "--input", "-", stdin=b"nothing good")  # no text to score at all
     assert code == 1 and json.loads(out)["line"] == 1
     code, out, err = run("score", "--offline", "--input", "-")
-    assert code == 1 and 'standard input is empty: it should hold a JSON object a line, such as {"text": "Once"}' in err
+    assert code == 1 and "standard input is empty: it should hold a JSON object a line" in err
     for more in (["text"], ["--context", "a"], ["--ids"], ["-f", "x"]):
         code, out, err = run("score", "--offline", "--input", "x", *more)
         assert (code, out) == (2, "") and "--input FILE holds the texts" in err
