@@ -113,35 +113,26 @@ def score_records(
         yield from scored(chunk)
 
 
-def begin(
-    source: Input, output: str | None, params: SamplingParams, settings: dict[str, Any], resume: bool
-) -> tuple[Output, Iterator[Line]]:
-    """The file of records, and the lines whose records it lacks.
+class Job:
+    """Lines to continue and the file of their records: it has whole lines only, whatever happens.
 
-    output: its name; None keeps no records.    params: of every line, as far as it says nothing else.
-    settings: what else the records depend on, for --resume to compare.
+    output: the file's name; None keeps no records. Beside it lies OUTPUT.job with the settings.
+    params: of every line, as far as it has no options of its own.      settings: what else the records depend on.
+    resume: go on after the records that are there, with the fresh seed that they were begun with.
+    lines: those whose records are not all in the file.     done: how many the others are.
+    count, failed: records in the file, and those of them that are errors.
+
     Raises MiniGPTError for files that cannot be used, ValueError for other settings than the job was begun with.
     """
-    if output and os.path.exists(output) and os.path.samestat(os.stat(output), os.fstat(source.file.fileno())):
-        raise ValueError(f"the output {output} is also the input")
-    decoding = {name: value for name, value in asdict(params).items() if name != "max_seconds"}
-    settings = {**settings, **decoding, "fresh_seed": fresh_seed(), "input": source.digest}
-    file = Output(output or os.devnull, settings, resume)
-    return file, file.remaining(source.lines(params, settings["fresh_seed"]))
 
-
-class Output:
-    """The file of records: whole lines only, whatever happens, and beside it OUTPUT.job with the job's settings.
-
-    settings: what the records depend on. The fresh seed of a job that is resumed is the one that it was begun with.
-    resume: go on after the records that are there; `remaining` checks them.
-    count, failed: records, and those of them that are errors.      done: lines whose records are all there.
-
-    Raises MiniGPTError if the files cannot be used, ValueError if the job was begun with other settings.
-    """
-
-    def __init__(self, path: str, settings: dict[str, Any], resume: bool) -> None:
-        self.path, self.settings = path, settings
+    def __init__(
+        self, source: Input, output: str | None, params: SamplingParams, settings: dict[str, Any], resume: bool
+    ) -> None:
+        if output and os.path.exists(output) and os.path.samestat(os.stat(output), os.fstat(source.file.fileno())):
+            raise ValueError(f"the output {output} is also the input")
+        decoding = {name: value for name, value in asdict(params).items() if name != "max_seconds"}
+        self.path = path = output or os.devnull
+        self.settings = {**settings, **decoding, "fresh_seed": fresh_seed(), "input": source.digest}
         self.count = self.failed = self.done = self.size = 0
         try:
             there = os.path.isfile(path) and os.path.getsize(path) > 0
@@ -152,9 +143,10 @@ class Output:
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115
             self._regular = os.path.isfile(path)  # a file that can be cut, not a pipe or a device
             if self._regular and not there:
-                Path(f"{path}.job").write_text(json.dumps(settings), "utf-8")
+                Path(f"{path}.job").write_text(json.dumps(self.settings), "utf-8")
         except OSError as error:
             raise self._problem(error) from None
+        self.lines = self._remaining(source.lines(params, self.settings["fresh_seed"]))
 
     def _check_settings(self) -> None:
         """Compare the settings with those that the job was begun with."""
@@ -172,12 +164,11 @@ class Output:
             what = ", ".join(changed)
             raise ValueError(f"{self.path} was begun with other settings ({what}): use those, or another --output")
 
-    def remaining(self, lines: Iterable[Line]) -> Iterator[Line]:
+    def _remaining(self, rest: Iterator[Line]) -> Iterator[Line]:
         """The lines whose records are not all in the file. It is cut after the last line whose records are.
 
-        Raises MiniGPTError, at the call and before the cut, where it holds something else than records of these lines.
+        Raises MiniGPTError, before the cut, where the file holds something else than records of these lines.
         """
-        rest = iter(lines)
         if not self._regular:
             return rest
         line: Line | None = None

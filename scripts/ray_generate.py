@@ -23,7 +23,7 @@ import ray
 
 from minigpt import MiniGPTError, SamplingParams, Tokenizer
 from minigpt.files import checkpoint, locate
-from minigpt.jobs import begin, records
+from minigpt.jobs import Job, records
 from minigpt.lines import Input, Line
 from minigpt.network.device import find_device, find_dtype
 
@@ -60,10 +60,9 @@ def unpack(text: str) -> Line:
 def generate(args: argparse.Namespace) -> tuple[int, int]:
     """Run the job. Gives how many records there are, and how many of them are errors."""
     settings = {"model": args.model, "revision": None, "dtype": args.dtype, "special": False, "device": args.device}
-    output, remaining = begin(Input(args.input), args.output, SamplingParams(**args.params), settings, args.resume)
-    with closing(output):
-        if not (lines := list(remaining)):
-            return output.count, output.failed
+    with closing(Job(Input(args.input), args.output, SamplingParams(**args.params), settings, args.resume)) as job:
+        if not (lines := list(job.lines)):
+            return job.count, job.failed
         check_model(args)
         # A Ray of its own gets a core more than the workers take: without one, Ray Data's own tasks would never run.
         here = {} if args.address else {"num_cpus": args.workers * args.threads + 1, "include_dashboard": False}
@@ -83,9 +82,9 @@ def generate(args: argparse.Namespace) -> tuple[int, int]:
         for row in done.iter_rows():
             waiting[row["position"]] = row["records"]
             while following in waiting:
-                output.write(json.loads(waiting.pop(following)))
+                job.write(json.loads(waiting.pop(following)))
                 following += 1
-        return output.count, output.failed
+        return job.count, job.failed
 
 
 def check_model(args: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from minigpt.cli.machine import load, progress, say, say_machine, say_rate
 from minigpt.cli.prompt import given_options, note_context, note_defaults, note_special, read_prompt
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError
-from minigpt.jobs import as_record, begin, records
+from minigpt.jobs import Job, as_record, records
 from minigpt.lines import Input
 
 if TYPE_CHECKING:
@@ -124,14 +124,14 @@ def _run_job(args: argparse.Namespace) -> None:
     settings = {"model": args.model, "revision": args.revision, "dtype": args.dtype, "special": args.special}
     settings["device"] = find_device(args.device).type  # it decides what sampling draws
     source = Input(args.input)
-    output, lines = begin(source, args.output, params, settings, resume=args.resume)
-    with closing(output):
+    job = Job(source, args.output, params, settings, args.resume)
+    with closing(job):
         if lm is None:
             note_defaults(lm := load(args), options)
         started, tokens = time.perf_counter(), 0
-        with progress(source.count, output.done) as bar:
-            for found in records(lm, lines, model=args.model, batch_size=size, special=args.special):
-                output.write(found)
+        with progress(source.count, job.done) as bar:
+            for found in records(lm, job.lines, model=args.model, batch_size=size, special=args.special):
+                job.write(found)
                 for record in found:
                     if args.output is None:
                         print(json.dumps(record), flush=True)
@@ -144,6 +144,6 @@ def _run_job(args: argparse.Namespace) -> None:
     if args.stats:
         say_rate("generation", tokens, time.perf_counter() - started)
         say_machine(args, lm)
-    if output.failed:
+    if job.failed:
         where = args.output or "standard output"
-        raise MiniGPTError(f"{output.failed} of {output.count} records are errors: see {where}")
+        raise MiniGPTError(f"{job.failed} of {job.count} records are errors: see {where}")

@@ -23,7 +23,8 @@ from tiny import gpt2_folder
 import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, SamplingParams, Tokenizer
 from minigpt.cli.main import main
-from minigpt.jobs import Output
+from minigpt.jobs import Job
+from minigpt.lines import Input
 
 
 @pytest.fixture(scope="module")
@@ -548,15 +549,16 @@ def test_dev_full(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_signal_between_two_writes_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = Output(str(tmp_path / "out"), {}, resume=False)
-    output.write([{"id": 1}])
-    file = output._file
+    (tmp_path / "in").write_text('{"prompt": "a"}')
+    job = Job(Input(str(tmp_path / "in")), str(tmp_path / "out"), SamplingParams(), {}, resume=False)
+    job.write([{"id": 1}])
+    file = job._file
 
     def stopped(data: Any) -> int:
         file.write(data[:3])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output, "_file", SimpleNamespace(write=stopped, truncate=file.truncate))
+    monkeypatch.setattr(job, "_file", SimpleNamespace(write=stopped, truncate=file.truncate))
     with pytest.raises(KeyboardInterrupt):
-        output.write([{"id": 2}])
+        job.write([{"id": 2}])
     assert (tmp_path / "out").read_bytes() == b'{"id": 1}\n'
