@@ -79,11 +79,6 @@ def did_you_mean(name: str) -> str:
     return f": did you mean {known[close[0]]}?" if close else ""
 
 
-def checked(name: str, value: Any) -> Any:
-    """The value of an option as SamplingParams holds it. Raises ValueError that names both."""
-    return _VALUES[name](name, value)
-
-
 def _above_zero(name: str, value: Any, high: float = math.inf) -> float:
     if number(name, value, high=high) <= 0:
         raise ValueError(f"{name} must be above 0, not {short_repr(value)}")
@@ -145,9 +140,10 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     return dict(zip((integer(f"each id in {name}", id, 0) for id in ids), numbers, strict=True))
 
 
-_COUNT = partial(integer, low=0)
-_VALUES: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "logprobs"), _COUNT),
+_COUNTS = ("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "logprobs")
+# By name, what gives a value as SamplingParams holds it, or raises a ValueError that names both.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(_COUNTS, partial(integer, low=0)),
     **dict.fromkeys(("temperature", "max_seconds"), partial(number, low=0)),
     **dict.fromkeys(("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"), partial(number, low=0, high=1)),
     "typical_p": partial(_above_zero, high=1),

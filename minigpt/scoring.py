@@ -86,11 +86,9 @@ def score_texts(
         raise ValueError(f"context must be a list with one for each of the {len(texts)} texts")
     pairs = enumerate(zip(texts, contexts, strict=True))
     split = [_split(at, text, context, bos, stride, encode, limits) for at, (text, context) in pairs]
-    windows = (
-        window
-        for one in sorted(split, key=lambda one: -len(one.ids))
-        for window in ([one] if stride is None else sliding(one.text, one.ids, limits.n_positions, stride))
-    )
+    size = limits.n_positions + (stride is None)  # with a context, all tokens but the last are fed
+    longest_first = sorted(split, key=lambda one: -len(one.ids))
+    windows = (window for one in longest_first for window in sliding(one, size, stride or size))
     found: list[list[Scored]] = [[] for _ in split]
     for rows in _batches(windows):
         for scored in _score(model, rows, k or 0, limits.undecodable_ids):
@@ -125,17 +123,17 @@ def _split(
     return Window(number, torch.tensor([*before, *ids], dtype=torch.long, device="cpu"), max(len(before), 1))
 
 
-def sliding(text: int, ids: Tensor, size: int, stride: int) -> Iterator[Window]:
+def sliding(whole: Window, size: int, stride: int) -> Iterator[Window]:
     """The sliding-window procedure of https://huggingface.co/docs/transformers/perplexity over a text of any length.
 
     Windows of `size` tokens move on by `stride`, and each scores the tokens that the one before did not reach. A
     window's own first token has no context, so it is scored only if the window before reached it (stride < size).
     """
-    reached = 0
-    for begin in range(0, len(ids), stride):
-        yield Window(text, ids[begin : begin + size], max(reached - begin, 1))
+    reached = whole.first
+    for begin in range(0, len(whole.ids), stride):
+        yield Window(whole.text, whole.ids[begin : begin + size], max(reached - begin, 1))
         reached = begin + size
-        if reached >= len(ids):
+        if reached >= len(whole.ids):
             return
 
 

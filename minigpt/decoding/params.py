@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from minigpt.checks import short_repr
-from minigpt.options import checked, did_you_mean
+from minigpt.options import CHECKS, did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -94,7 +94,7 @@ class SamplingParams:
             raise TypeError(f"{short_repr(unknown)} is not an option of generate{did_you_mean(unknown)}")
         for name, value in base.items():
             given = options.get(name)
-            value = value if given is None else checked(name, given)
+            value = value if given is None else CHECKS[name](name, given)
             object.__setattr__(self, name, value)  # the dataclass is frozen for everyone else
         if 1 < self.num_beams < self.samples:
             raise ValueError(f"samples {self.samples} is more than a search with num_beams {self.num_beams} gives")
