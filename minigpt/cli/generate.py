@@ -42,6 +42,9 @@ def run(args: argparse.Namespace) -> None:
     if args.stats:
         if seeds := [str(completion.seed) for completion in completions if completion.seed is not None]:
             say(f"seed: {', '.join(seeds)}")
+        if passes := sum(completion.passes for completion in completions):
+            drawn = sum(len(completion.ids) - 1 for completion in completions)
+            say(f"draft: {args.draft}, {drawn / passes:.2f} tokens per pass of the model")
         say("finish reason: " + ", ".join(completion.finish_reason or "none" for completion in completions))
         say_machine(args, lm)
     note_special(lm.limits.tokenizer, prompt, completions[0].prompt_ids)

@@ -45,7 +45,7 @@ def load(args: argparse.Namespace) -> LanguageModel:
     torch.set_num_threads(args.threads or device.usable_cpus())
     started = time.perf_counter()
     places = {"device": args.device, "dtype": args.dtype, "revision": args.revision, "offline": args.offline}
-    lm = loading.load(args.model, progress=True, **places)
+    lm = loading.load(args.model, progress=True, draft=getattr(args, "draft", "off"), **places)
     global at_work
     at_work, args.load_seconds = True, time.perf_counter() - started
     return lm

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sampling import process
-from minigpt.decoding.sequence import Limits, Prompt, Sequence, Step, TokenLogprob
+from minigpt.decoding.sequence import Limits, Prompt, Sequence, Step, TokenLogprob, agreement
 from minigpt.errors import MiniGPTError, NoTokenError
 
 _NEVER = -1e9  # the score of no sequence, below those of all others
@@ -137,7 +137,7 @@ class Search:
         for source, _ in chosen:
             beam = spare.pop() if source in self.running else source
             if beam is not source:
-                beam.source, beam.shared = source, _shared(beam.history, source.history)
+                beam.source, beam.shared = source, agreement(beam.history, source.history)
             self.running.append(beam)
         for beam, drawn in zip(self.running, grown, strict=True):
             beam.drawn, beam.history = drawn, [*self.prompt.ids, *(id for id, _ in drawn)]
@@ -153,8 +153,3 @@ class Search:
             if not beam.steps:
                 beam.error = NoTokenError("no token is left to draw: the parameters leave fewer sequences than samples")
             beam.finish_reason = "error" if beam.error else beam.finish_reason or "stop"
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """How many ids two lists of the same length begin with alike."""
-    return next((i for i in range(len(a)) if a[i] != b[i]), len(a))
