@@ -31,8 +31,8 @@ class Score:
         a context was given; of fewer with stride = n_positions, where no token that begins a window is scored.
     total, mean: their sum and mean.
     perplexity: exp(-mean) or, with a stride, by the loop of https://huggingface.co/docs/transformers/perplexity:
-        it weights each window's mean loss by one token fewer than it has (but for the first window), so that with a
-        stride of very few tokens it all but counts the first window alone. exp(-mean) weights every token the same.
+        it weights each window's mean loss by one token fewer than it has, but for the first window. With a stride of
+        very few tokens the first window then counts for nearly all. exp(-mean) weights every token the same.
     bits_per_byte: -total / ln 2 by the UTF-8 bytes of the scored tokens; None where the model has no tokenizer.
     top: for each log-probability the k best tokens as (id, log-probability), where they were asked for; else None.
     mean and perplexity are NaN, and bits_per_byte None, where no token is scored.
@@ -150,7 +150,11 @@ def _batches(windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 @torch.inference_mode()
 def _score(model: GPT2, rows: list[Window], k: int = 0, unlisted: Sequence[int] = ()) -> list[Scored]:
-    """Score windows together. They are padded on the right, where the causal mask hides it. k best, not `unlisted`."""
+    """Score windows together. They are padded on the right, where the causal mask hides it.
+
+    k: how many of the best tokens to list in each place; `unlisted` ids are not among them.
+    Raises CheckpointError if a log-probability is not finite.
+    """
     results: list[Scored] = []
     tokens = pad_sequence([row.ids for row in rows], batch_first=True).to(model.wte.weight.device)  # (B, T)
     hidden = model.hidden(tokens[:, :-1]) if tokens.shape[1] > 1 else tokens  # (B, T - 1, E): the last predicts nothing

@@ -1,4 +1,4 @@
-"""What a command is given: the prompt, the options of decoding, and what is worth a note about them."""
+"""What a command is given: the prompt and the options of decoding; and notes about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
-    """The prompt, text or with --ids token ids, from wherever the arguments say.
+    """The prompt, a text or with --ids token ids, from where the arguments say.
 
     Raises ValueError if it is given twice or not at all, PromptError if it cannot be read or is not UTF-8.
     """
@@ -59,7 +59,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def note_defaults(lm: LanguageModel, given: dict[str, Any]) -> None:
-    """Note which of the model's own defaults are not used, as neither they nor --use-model-defaults are given."""
+    """Note the model's own defaults that are not used; --use-model-defaults would use them."""
     plain = SamplingParams()
     theirs = {name: value for name, value in vars(lm.defaults).items() if value != getattr(plain, name)}
     if unused := [f"{name} {value}" for name, value in theirs.items() if name not in given]:
