@@ -205,8 +205,7 @@ class LanguageModel:
             let the input wait a moment before it gives None, as it is asked again at once where no row is running.
         """
         base, slots = given.final(params, overrides), integer("batch_size", batch_size, 1, 4096)
-        tasks = (given.as_task(one, base) for one in prompts)
-        rows = given.sequences(tasks, partial(self.encode, special=special), self.limits)
+        rows = given.sequences(prompts, partial(self.encode, special=special), self.limits, base)
         return Streams(self.model, rows, slots, self._source)
 
     @overload
@@ -235,8 +234,8 @@ class LanguageModel:
         Raises PromptError for a text longer than the context if no stride is given.
         """
         text, lm = listed(text), self.without(ablate)
-        single = is_one_prompt(text) or not len(text)
-        texts, contexts = ([text], None if context is None else [context]) if single else (text, context)
+        texts, contexts = ([text], [context]) if (single := is_one_prompt(text)) else (text, context)
+        contexts = [None] * len(texts) if contexts is None else contexts
         with undisturbed(lm.model):
             encode = partial(lm.encode, special=special)
             scores = score_texts(lm.model, lm.limits, encode, texts, contexts, bos, stride, logprobs)

@@ -79,20 +79,9 @@ def did_you_mean(name: str) -> str:
     return f": did you mean {known[close[0]]}?" if close else ""
 
 
-def checked(name: str, value: Any) -> Any:
-    """The value of an option as SamplingParams holds it. Raises ValueError that names both."""
-    return _VALUES[name](name, value)
-
-
 def _above_zero(name: str, value: Any, high: float = math.inf) -> float:
     if number(name, value, high=high) <= 0:
         raise ValueError(f"{name} must be above 0, not {short_repr(value)}")
-    return float(value)
-
-
-def _below_one(name: str, value: Any) -> float:
-    if number(name, value, low=0) >= 1:
-        raise ValueError(f"{name} must be below 1, not {short_repr(value)}")
     return float(value)
 
 
@@ -100,29 +89,28 @@ def _one_of(name: str, value: Any, choices: tuple[object, ...]) -> Any:
     for choice in choices:
         if isinstance(value, type(choice)) and value == choice:  # 1 is not True
             return choice
-    *others, last = map(repr, choices)
-    raise ValueError(f"{name} must be {', '.join(others)} or {last}, not {short_repr(value)}")
+    raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {short_repr(value)}")
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...] | None:
-    if name == "stop_ids" and isinstance(value, str) and value == "model":
-        return None
+def _items(name: str, value: Any, what: str) -> Iterable[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a list of token ids, not {short_repr(value)}")
-    return tuple(integer(f"each id in {name}", item, 0) for item in value)
+        raise ValueError(f"{name} must be a list of {what}, not {short_repr(value)}")
+    return value
 
 
-def _sequence(name: str, value: Any) -> tuple[int, ...]:
-    ids = _ids(f"each item of {name}", value)
-    if not ids:
-        raise ValueError(f"{name} must not hold an empty list of token ids")
-    return ids
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(integer(f"each id in {name}", item, 0) for item in _items(name, value, "token ids"))
+
+
+def _end_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    return None if isinstance(value, str) and value == "model" else _ids(name, value)
 
 
 def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a list of lists of token ids, not {short_repr(value)}")
-    return tuple(_sequence(name, item) for item in value)
+    found = tuple(_ids(f"each item of {name}", item) for item in _items(name, value, "lists of token ids"))
+    if () in found:
+        raise ValueError(f"{name} must not hold an empty list of token ids")
+    return found
 
 
 def _sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
@@ -130,41 +118,40 @@ def _sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float]
         pairs = [(ids, bias) for ids, bias in (value.items() if isinstance(value, Mapping) else value)]
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a list of (token ids, number) pairs, not {short_repr(value)}") from None
-    return tuple({_sequence(name, ids): number(f"the bias in {name}", bias) for ids, bias in pairs}.items())
+    keys, numbers = (
+        _sequences(name, [ids for ids, _ in pairs]),
+        [number(f"the bias in {name}", one) for _, one in pairs],
+    )
+    return tuple(dict(zip(keys, numbers, strict=True)).items())
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    one = isinstance(value, (str, Mapping)) or not isinstance(value, Iterable)
-    texts = (value,) if one else tuple(value)
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{name} must be a non-empty string or a list of them, not {short_repr(value)}")
+    texts = (value,) if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable) else tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{name} must be a non-empty string or a list of them, not {short_repr(value)}")
     return tuple(map(without_surrogates, texts))
 
 
-def _bias(name: str, value: Any) -> dict[int, float]:
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} must map token ids to numbers, not {short_repr(value)}")
-    bias = {}
-    for key, item in value.items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON has no other keys than text
-        bias[integer(f"each id in {name}", token, 0)] = number(f"{name} of id {key}", item)
-    return bias
+    ids = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in value]  # in JSON, keys are text
+    numbers = [number(f"{name} of id {key}", item) for key, item in value.items()]
+    return dict(zip((integer(f"each id in {name}", id, 0) for id in ids), numbers, strict=True))
 
 
-_COUNT = partial(integer, low=0)
-_SHARE = partial(number, low=0, high=1)
-_VALUES: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "logprobs"), _COUNT),
-    **dict.fromkeys(("top_p", "min_p"), _SHARE),
+_COUNTS = ("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "logprobs")
+# By name, what gives a value as SamplingParams holds it, or raises a ValueError that names both.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(_COUNTS, partial(integer, low=0)),
+    **dict.fromkeys(("temperature", "max_seconds"), partial(number, low=0)),
+    **dict.fromkeys(("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"), partial(number, low=0, high=1)),
     "typical_p": partial(_above_zero, high=1),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _below_one),
-    "temperature": partial(number, low=0),
-    "max_seconds": partial(number, low=0),
     "repetition_penalty": _above_zero,
-    "logit_bias": _bias,
+    "logit_bias": _logit_bias,
     "sequence_bias": _sequence_bias,
-    **dict.fromkeys(("suppress_tokens", "stop_ids"), _ids),
+    "suppress_tokens": _ids,
+    "stop_ids": _end_ids,
     **dict.fromkeys(("stop", "bad_words"), _texts),
     "bad_words_ids": _sequences,
     "seed": partial(integer, low=0, high=2**64 - 1),

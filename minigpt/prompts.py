@@ -44,14 +44,6 @@ def as_ids(prompt: Any) -> list[int]:
     return [int(item) for item in prompt]
 
 
-def as_task(one: Text | Task | None, params: SamplingParams) -> Task | None:
-    """A prompt with these params; a task, or None for "nothing yet", as it is."""
-    if one is None or isinstance(one, Failure):
-        return one
-    whole = isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], SamplingParams)
-    return one if whole else (one, params)  # type: ignore[return-value]
-
-
 def _check_is_list(prompt: Any) -> None:
     if not isinstance(prompt, SequenceOf) or isinstance(prompt, (bytes, bytearray)):
         raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
@@ -72,36 +64,40 @@ def checked(
     """Each prompt with its params. Raises now for bad params, and in its turn, with its index, for a bad prompt."""
     if isinstance(prompts, str):
         raise PromptError("generate_many takes a list of prompts: use generate for one")
+    count = len(prompts) if isinstance(prompts, SequenceOf) else None
     if params is None or isinstance(params, SamplingParams):
         each: Iterable[SamplingParams] = itertools.repeat(final(params, overrides))
-    elif not isinstance(prompts, SequenceOf):
-        raise ValueError("a list of params needs a list of prompts")
-    elif not all(isinstance(one, SamplingParams) for one in params):
-        raise ValueError("params must be SamplingParams, or a list with one for each prompt")
-    elif len(params) != len(prompts):
-        raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each")
-    else:
+    elif isinstance(params, SequenceOf) and all(isinstance(one, SamplingParams) for one in params):
+        if len(params) != count:
+            raise ValueError(f"{len(params)} params for {count} prompts: give one for all, or a list with one for each")
         each = [final(one, overrides) for one in params]
-    alone = isinstance(prompts, SequenceOf) and len(prompts) == 1
+    else:
+        raise ValueError("params must be SamplingParams, or a list with one for each prompt")
 
     def pairs() -> Iterator[tuple[Prompt, SamplingParams]]:
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=False)):
             try:
                 yield Prompt(encode(prompt), one, limits), one
             except (PromptError, TokenizerError) as error:
-                raise error if alone else type(error)(f"prompt {index}: {error}") from None
+                raise error if count == 1 else type(error)(f"prompt {index}: {error}") from None
 
     return pairs()
 
 
-def sequences(tasks: Iterable[Task | None], encode: Encode, limits: Limits) -> Iterator[Sequence | Failure | None]:
-    """A Sequence for each sample of each task, read as needed; a Failure for a prompt that cannot be used."""
+def sequences(
+    tasks: Iterable[Any], encode: Encode, limits: Limits, base: SamplingParams | None = None
+) -> Iterator[Sequence | Failure | None]:
+    """A Sequence for each sample of each task, or of each prompt with the params `base`, read as needed.
+
+    A Failure for a prompt that cannot be used. None and a Failure come out as they are.
+    """
     for task in tasks:
         if task is None or isinstance(task, Failure):
             yield task
             continue
+        own = isinstance(task, tuple) and len(task) == 2 and isinstance(task[1], SamplingParams)
+        text, params = task if own else (task, base or SamplingParams())
         try:
-            text, params = task
             prompt = Prompt(encode(text), params, limits)
         except (MiniGPTError, ValueError) as error:
             yield Failure(error)

@@ -24,7 +24,7 @@ import ray
 from minigpt import MiniGPTError, SamplingParams, Tokenizer
 from minigpt.files import checkpoint, locate
 from minigpt.jobs import Job, records
-from minigpt.lines import Line
+from minigpt.lines import Input, Line
 from minigpt.network.device import find_device, find_dtype
 
 
@@ -42,16 +42,8 @@ class Worker:
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
         """{"position": [...], "line": [...]} -> {"position": [...], "records": [...]}, one JSON text for each line."""
-        lines = [unpack(text) for text in block["line"]]
-        found: dict[int, list[str]] = {line.number: [] for line in lines}
-        ready: list[str] = []
-
-        def done(line: Line) -> None:
-            found[line.number], ready[:] = list(ready), []
-
-        for record in records(self.lm, lines, model=self.model, batch_size=self.batch_size, on_line=done):
-            ready.append(json.dumps(record) + "\n")
-        return {"position": block["position"], "records": ["".join(texts) for texts in found.values()]}
+        found = records(self.lm, map(unpack, block["line"]), model=self.model, batch_size=self.batch_size)
+        return {"position": block["position"], "records": [json.dumps(each) for each in found]}
 
 
 def pack(line: Line) -> str:
@@ -68,12 +60,9 @@ def unpack(text: str) -> Line:
 def generate(args: argparse.Namespace) -> tuple[int, int]:
     """Run the job. Gives how many records there are, and how many of them are errors."""
     settings = {"model": args.model, "revision": None, "dtype": args.dtype, "special": False, "device": args.device}
-    job = Job(args.input, args.output, SamplingParams(**args.params), settings, resume=args.resume)
-    with closing(job.output) as output:
-        lines = list(job.lines)
-        job.check_input()
-        if not lines:
-            return output.count, output.failed
+    with closing(Job(Input(args.input), args.output, SamplingParams(**args.params), settings, args.resume)) as job:
+        if not (lines := list(job.lines)):
+            return job.count, job.failed
         check_model(args)
         # A Ray of its own gets a core more than the workers take: without one, Ray Data's own tasks would never run.
         here = {} if args.address else {"num_cpus": args.workers * args.threads + 1, "include_dashboard": False}
@@ -93,10 +82,9 @@ def generate(args: argparse.Namespace) -> tuple[int, int]:
         for row in done.iter_rows():
             waiting[row["position"]] = row["records"]
             while following in waiting:
-                for record in waiting.pop(following).splitlines():
-                    output.write(json.loads(record))
+                job.write(json.loads(waiting.pop(following)))
                 following += 1
-        return output.count, output.failed
+        return job.count, job.failed
 
 
 def check_model(args: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ seen: list[str] = []
 
 def watch(event: str, args: tuple[Any, ...]) -> None:
     writing = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    writing = writing and args[0] != os.devnull
     if writing or event in ACTIONS or event.partition(".")[0] in ("subprocess", "pickle", "socket", "shutil"):
         seen.append(f"{event} {args[:1]!r}")
 

@@ -21,7 +21,7 @@ FLOORS = (  # a module may import those of its own floor and of the floors befor
     ("prompts", "scoring", "interpret"),
     ("language_model",),
     ("loading",),
-    ("parity", "jobs", "lines", "records"),
+    ("parity", "jobs", "lines"),
     ("cli",),
     ("__main__",),
 )

@@ -6,13 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minigpt.cli.machine import load
-from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import read_prompt
-from minigpt.cli.tokenize import note_special
+from minigpt.cli.prompt import note_special, read_prompt
 
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
@@ -30,14 +29,11 @@ def run(args: argparse.Namespace) -> None:
     note_special(lm.limits.tokenizer, prompt, ids)
     layers = _chosen("layer", args.layer, lm.config.n_layer)
     heads = _chosen("head", args.head, lm.config.n_head)
-    with Unwinding():
-        if args.html is not None:
-            said = _write_page(lm, ids, args, layers, heads)
-            if not args.json:  # then all that is printed is JSON
-                print(said, flush=True)
-        if args.html is None or args.json or args.roles or args.lens or args.rank:
-            for line in _lines(lm, ids, about, args, layers, heads):
-                print(line, flush=True)
+    if args.html is not None:
+        _write_page(lm, ids, args, layers, heads)
+    if args.html is None or args.json or args.roles or args.lens or args.rank:
+        for line in _lines(lm, ids, about, args, layers, heads):
+            print(line, flush=True)
 
 
 def _chosen(what: str, numbers: Sequence[int] | None, count: int) -> list[int]:
@@ -52,9 +48,8 @@ def _random_ids(lm: LanguageModel) -> tuple[list[int], str]:
     """Random tokens that come twice, of those that ordinary text can have, and what to call them."""
     from minigpt.interpret.heads import repeated_random
 
-    limits = lm.limits
-    odd = {*limits.undecodable_ids, *limits.end_ids}
-    odd |= set(limits.tokenizer.special_tokens.values() if limits.tokenizer else ())
+    limits, special = lm.limits, lm.limits.tokenizer.special_tokens if lm.limits.tokenizer else {}
+    odd = {*limits.undecodable_ids, *limits.end_ids, *special.values()}
     ids = repeated_random([id for id in range(limits.vocab_size) if id not in odd], limits.n_positions)
     return ids, f"{len(ids) // 2} random tokens that come twice"
 
@@ -67,36 +62,32 @@ def _lines(
     from minigpt.interpret import terminal as show
 
     tokenizer, pairs = lm.limits.tokenizer, [(layer, head) for layer in layers for head in heads]
+    records: Iterable[Any]
     if args.lens:
         found = inside.lens(lm.model, ids)
-        records: Iterable[Any] = show.lens_records(found, tokenizer)
-        yield from map(json.dumps, records) if args.json else show.lens_lines(found, tokenizer)
-        return
-    if args.rank:
+        records, lines = show.lens_records(found, tokenizer), show.lens_lines(found, tokenizer)
+    elif args.rank:
         losses = sorted(inside.ablation_losses(lm.model, ids, pairs), key=lambda one: -one[2])
-        ranked = ({"layer": layer, "head": head, "increase": rise} for layer, head, rise in losses)
-        yield from map(json.dumps, ranked) if args.json else show.loss_lines(losses)
-        return
-    weights = inside.patterns(lm.model, ids)
-    if args.roles:
-        roles = inside.head_roles(weights, ids)
-        records = show.role_records(roles, pairs)
-        yield from map(json.dumps, records) if args.json else show.role_lines(roles, pairs, about)
-    elif args.json:
-        yield from map(json.dumps, show.head_records(weights, ids, tokenizer, pairs))
+        records = ({"layer": layer, "head": head, "increase": rise} for layer, head, rise in losses)
+        lines = show.loss_lines(losses)
+    elif args.roles:
+        roles = inside.head_roles(inside.patterns(lm.model, ids), ids)
+        records, lines = show.role_records(roles, pairs), show.role_lines(roles, pairs, about)
     else:
+        weights = inside.patterns(lm.model, ids)
+        records = show.head_records(weights, ids, tokenizer, pairs)
         labels, screen = [show.label(tokenizer, id) for id in ids], show.Screen.of(sys.stdout)
-        for layer in layers if args.layer else layers[:1]:
-            if args.head is None:
-                yield from show.layer_lines(weights, labels, layer, screen)
-            for head in heads if args.head else ():
-                yield from show.head_lines(weights, labels, layer, head, screen)
+        shown = layers if args.layer else layers[:1]
+        whole = (show.layer_lines(weights, labels, layer, screen) for layer in shown)
+        single = (show.head_lines(weights, labels, layer, head, screen) for layer in shown for head in heads)
+        lines = chain.from_iterable(whole if args.head is None else single)
+    yield from map(json.dumps, records) if args.json else lines
 
 
 def _write_page(
     lm: LanguageModel, ids: list[int], args: argparse.Namespace, layers: list[int], heads: list[int]
-) -> str:
-    """Write the page to args.html, with the roles on this text and, with --roles, on random tokens; a line about it."""
+) -> None:
+    """Write the page to args.html, with the roles on this text and, with --roles, on random tokens."""
     from minigpt.interpret import heads as inside
     from minigpt.interpret.page import check_page, page
 
@@ -109,4 +100,6 @@ def _write_page(
     shown: Any = {"model": args.model, "layers": layers, "heads": heads, "roles": roles, "ablated": args.ablate}
     data = page(weights, ids, lm.limits.tokenizer, **shown).encode()
     Path(args.html).write_bytes(data)
-    return f"{args.html}: {len(layers)} x {len(heads)} heads, {len(ids)} tokens, {len(data) // 1000:,} KB"
+    if not args.json:  # else all that is printed is JSON
+        size = f"{len(layers)} x {len(heads)} heads, {len(ids)} tokens, {len(data) // 1000:,} KB"
+        print(f"{args.html}: {size}", flush=True)

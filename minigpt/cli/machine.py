@@ -14,6 +14,8 @@ from minigpt.checks import integer
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
 
+at_work = False  # whether the command has its model, and has not ended
+
 
 def say(text: str, end: str = "\n") -> None:
     """Print to stderr. No work is lost where nobody reads it."""
@@ -44,7 +46,8 @@ def load(args: argparse.Namespace) -> LanguageModel:
     started = time.perf_counter()
     places = {"device": args.device, "dtype": args.dtype, "revision": args.revision, "offline": args.offline}
     lm = loading.load(args.model, progress=True, draft=getattr(args, "draft", "off"), **places)
-    args.load_seconds = time.perf_counter() - started
+    global at_work
+    at_work, args.load_seconds = True, time.perf_counter() - started
     return lm
 
 
@@ -52,11 +55,13 @@ def progress(total: int, done: int) -> Any:
     """A bar: redrawn in place on a terminal, a line every ten seconds in a log."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    shape = "{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} lines, {remaining} left{postfix}"
-    every = 0.1 if sys.stderr.isatty() else 10
-    out = SimpleNamespace(write=lambda text: say(text, ""), flush=bool, encoding=sys.stderr.encoding)
-    settings = {"bar_format": shape, "mininterval": every, "file": out}
-    return tqdm(total=total, initial=done, **settings)  # type: ignore[no-untyped-call]
+    return tqdm(  # type: ignore[no-untyped-call]
+        total=total,
+        initial=done,
+        bar_format="{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} lines, {remaining} left{postfix}",
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+        file=SimpleNamespace(write=lambda text: say(text, ""), flush=bool, encoding=sys.stderr.encoding),
+    )
 
 
 def say_rate(what: str, tokens: int, seconds: float) -> None:
@@ -66,7 +71,7 @@ def say_rate(what: str, tokens: int, seconds: float) -> None:
 
 
 def say_machine(args: argparse.Namespace, lm: LanguageModel) -> None:
-    """The last lines of --stats: memory, device, model and tokenizer."""
+    """The last lines of --stats: memory, and what was loaded."""
     import torch
 
     from minigpt.network.products import format_name
@@ -78,8 +83,5 @@ def say_machine(args: argparse.Namespace, lm: LanguageModel) -> None:
         peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if peak:
         say(f"peak memory: {peak / 2**20:.0f} MiB")
-    size = sum(parameter.numel() for parameter in lm.model.parameters())
-    products = f"{torch.get_num_threads()} threads, matrix products by {format_name(lm.model.output)}"
-    say(f"device: {lm.device}, {lm.dtype}, {products}")
-    say(f"model: {size:,} parameters, loaded in {args.load_seconds:.2f} s")
-    say(f"tokenizer: {getattr(lm.limits.tokenizer, 'origin', 'none')}")
+    say(f"{lm}, loaded in {args.load_seconds:.2f} s")
+    say(f"{torch.get_num_threads()} threads, matrix products by {format_name(lm.model.output)}")

@@ -13,26 +13,18 @@ import sys
 _NO_ROOM = ("out of memory", "allocate memory", "not enough memory")
 
 
-class Unwinding:
-    """In this context a signal raises KeyboardInterrupt: there is text to keep. Outside it ends the process at once, as
-    the imports of large libraries can lose what a handler raises."""
-
-    now = False
-
-    def __enter__(self) -> None:
-        Unwinding.now = True
-
-    def __exit__(self, *_: object) -> None:
-        Unwinding.now = False
-
-
 def end_on_signals() -> None:
-    """Let Ctrl-C and SIGTERM end this process quietly from here on, unless the caller ignores them (nohup)."""
+    """Let Ctrl-C and SIGTERM end this process quietly from here on, unless the caller ignores them (nohup).
+
+    While a model is at work, or downloaded, they raise KeyboardInterrupt, as there is something to keep. At other times
+    they end the process at once: the imports of large libraries can lose what a handler raises.
+    """
     import _signal as signal  # type: ignore[import-not-found]  # signal itself takes longer to import
 
     def stop(number: int, _: object) -> None:
-        if Unwinding.now or getattr(sys.modules.get("minigpt.files.hub"), "downloading", False):
-            raise KeyboardInterrupt(number)
+        for name, flag in (("minigpt.cli.machine", "at_work"), ("minigpt.files.hub", "downloading")):
+            if getattr(sys.modules.get(name), flag, False):
+                raise KeyboardInterrupt(number)
         os._exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -45,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     import warnings
     from importlib import import_module
 
-    from minigpt.cli.machine import note
+    from minigpt.cli import machine
     from minigpt.cli.parser import parse
 
     for name in ("stdout", "stderr"):
@@ -54,17 +46,17 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream := getattr(sys, name), "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" in its place
     args = parse(argv)
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # PyTorch's; nothing here needs it
-    shown, warnings.showwarning = warnings.showwarning, lambda message, *_: note(str(message))
-    try:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # PyTorch's; nothing here needs it
+        warnings.showwarning = lambda message, *_: machine.note(str(message))
         try:
-            import_module(f"minigpt.cli.{args.command}").run(args)
-        finally:
-            print(end="", flush=True)
-    except BaseException as error:
-        return _ended(error)
-    finally:
-        warnings.showwarning = shown
+            try:
+                import_module(f"minigpt.cli.{args.command}").run(args)
+            finally:
+                machine.at_work = False
+                print(end="", flush=True)
+        except BaseException as error:
+            return _ended(error)
     return 0
 
 

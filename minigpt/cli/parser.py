@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from minigpt import __version__
@@ -41,130 +41,87 @@ def _meant(args: argparse.Namespace, word: str) -> str:
     if not word.startswith("-"):
         return ' (put a prompt of several words into quotes: "Once upon a time")' if "text" in args else ""
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
-    close = difflib.get_close_matches(name, vars(args), n=1)
-    meant = did_you_mean(name) if args.command == "generate" and name not in args else ""
-    meant = meant or (f": did you mean {close[0]}?" if close else "")
-    return meant.replace("_", "-").replace("mean ", "mean --")
+    close = [f": did you mean {one}?" for one in difflib.get_close_matches(name, vars(args), n=1)]
+    meant = did_you_mean(name) if args.command == "generate" else ""
+    return (meant or "".join(close)).replace("_", "-").replace("mean ", "mean --")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line. What it parses names its command in `command`."""
+    """The whole command line."""
     parser = _Parser(prog="minigpt", description="GPT-2: generate text, and look at what it does.")
     parser.add_argument("--version", action="version", version=f"minigpt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     _add_generate(commands)
     _add_score(commands)
     tokenize = _command(commands, "tokenize", "show a text's tokens")
-    _add_prompt(tokenize)
-    _add_model(tokenize)
     tokenize.add_argument("--json", action="store_true", help='{"id": ..., "token": ..., "bytes": [...]} a line')
     _add_attention(commands)
     _add_parity(commands)
-    info = _command(commands, "info", "show a model's configuration, size and files")
-    _add_model(info)
+    info = _command(commands, "info", "show a model's configuration, size and files", prompt=False)
     info.add_argument("--json", action="store_true", help="one JSON object")
     return parser
 
 
-def _command(commands: Any, name: str, about: str, more: str = "") -> Any:
+def _command(commands: Any, name: str, about: str, more: str = "", prompt: bool = True) -> Any:
+    """A command that takes a model and, if `prompt`, a prompt."""
     description = f"{about[0].upper()}{about[1:]}{more}."
     # no abbreviations: --n would be --no-repeat-ngram-size
-    return commands.add_parser(name, help=about, description=description, allow_abbrev=False)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
+    parser = commands.add_parser(name, help=about, description=description, allow_abbrev=False)
+    if prompt:
+        add = parser.add_argument_group("prompt (one of)").add_argument
+        add("text", nargs="?", metavar="PROMPT", help="the text; - reads it from standard input")
+        add("-p", "--prompt", metavar="TEXT", help="the text (write --prompt=TEXT if it begins with a dash)")
+        add("-f", "--file", metavar="FILE", help="a UTF-8 file; its final newline is dropped")
+        add("--special", action="store_true", help="read special tokens, such as <|endoftext|>, as such")
+    add = parser.add_argument_group("model").add_argument
     help = "demo; gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2; a folder (./name); or a hub id (default: gpt2)"
-    group.add_argument("-m", "--model", default="gpt2", help=help)
-    group.add_argument("--revision", help="a branch, tag or commit on the hub")
-    group.add_argument("--offline", action="store_true", help="use no network, only files that are already here")
-
-
-def _add_prompt(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompt (one of)")
-    group.add_argument("text", nargs="?", metavar="PROMPT", help="the text; - reads it from standard input")
-    group.add_argument("-p", "--prompt", metavar="TEXT", help="the text (write --prompt=TEXT if it begins with a dash)")
-    group.add_argument("-f", "--file", metavar="FILE", help="a UTF-8 file; its final newline is dropped")
-    group.add_argument("--special", action="store_true", help="read special tokens, such as <|endoftext|>, as such")
+    add("-m", "--model", default="gpt2", help=help)
+    add("--revision", help="a branch, tag or commit on the hub")
+    add("--offline", action="store_true", help="use no network, only files that are already here")
+    return parser
 
 
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "continue a prompt", ". Greedy unless --temperature is above 0")
     parser.add_argument("--version", action="version", version=f"minigpt {__version__}")
-    _add_prompt(parser)
-    _add_model(parser)
-    group = parser.add_argument_group("decoding (defaults in brackets)")
-
-    def option(name: str, type: Callable[[str], Any], help: str, *short: str, **more: Any) -> None:
-        default = getattr(SamplingParams, name)  # shown only: None says that the option is not given
-        shown = "" if default is None else f" [{default}]"
-        group.add_argument(*short, "--" + name.replace("_", "-"), type=type, help=help + shown, **more)
-
-    option("max_new_tokens", int, "the most tokens to draw", "-n", metavar="N")
-    option("min_new_tokens", int, "no end token before this many", metavar="N")
-    option("temperature", float, "0 is greedy; above 0 samples", metavar="T")
-    option("top_k", int, "sample from the K most likely tokens; 0 from all", metavar="K")
-    option("top_p", float, "sample from the smallest set that reaches probability P", metavar="P")
-    option("min_p", float, "drop tokens less likely than P times the likeliest", metavar="P")
-    option("typical_p", float, "sample from the tokens of typical surprise that reach probability P", metavar="P")
-    option("epsilon_cutoff", float, "drop tokens less likely than P; 0 is off", metavar="P")
-    option("eta_cutoff", float, "the same, with less than P where the choice is wide; 0 is off", metavar="P")
-    option("num_beams", int, "above 1, search for the likeliest text along N ways", metavar="N")
-    option("length_penalty", float, "of such a search: above 0 favours long texts", metavar="X")
-    option(
-        "early_stopping", _when, "it ends with N texts complete: true, false (none gets better) or never", metavar="B"
-    )
-    option("repetition_penalty", float, "above 1 discourages tokens already used", metavar="R")
-    option("no_repeat_ngram_size", int, "no run of N tokens twice; 0 is off", metavar="N")
-    option("seed", int, "makes sampling repeatable (on one kind of device) [a fresh one]", metavar="N")
-    option("samples", int, "completions to give; sample J uses seed + J", metavar="N")
-    option("max_seconds", float, "draw no further token after this long [no limit]", metavar="S")
-    option("overflow", str, "at the context limit: stop, or slide and go on", choices=("stop", "slide"))
-    group.add_argument("--logit-bias", type=_bias, action="append", metavar="ID=V", help="add V to a logit")
-    group.add_argument("--bad-words", action="append", metavar="S", help="never write this text (repeatable)")
-    group.add_argument("--stop", action="append", metavar="S", help="stop before this text (repeatable)")
-    group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
-    help = "what is not given here comes from the model's generation_config.json"
-    group.add_argument("--use-model-defaults", action="store_true", help=help)
-    _add_ablate(group)
-
-    _add_output(parser)
+    add = parser.add_argument_group("decoding (defaults in brackets)").add_argument
+    meanings = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)\.$", SamplingParams.__doc__ or "", re.MULTILINE))
+    for each in fields(SamplingParams):
+        if kind := _KINDS.get(str(each.type).partition(" |")[0]):  # the others are the library's alone
+            names = [*["-n"][: each.name == "max_new_tokens"], "--" + each.name.replace("_", "-")]
+            more = "(repeatable)" if "action" in kind else "" if each.default is None else f"[{each.default}]"
+            help = " ".join([*meanings.get(each.name, "").split(), more])
+            add(*names, help=help, **kind)  # without a default: None says that it is not given
+    add("--ignore-eos", action="store_true", help="do not stop at the end token")
+    add("--use-model-defaults", action="store_true", help="for the rest, use the model's generation_config.json")
+    _add_ablate(add)
+    add = parser.add_argument_group("output").add_argument
+    add("--ids", action="store_true", help="token ids in (as the prompt) and out, instead of text")
+    add("--echo", action="store_true", help="print the prompt before its continuation")
+    add("--json", action="store_true", help="one JSON object a line for each completion")
+    add("--stats", action="store_true", help="on stderr: speed, memory, seed, and what was loaded")
+    add = parser.add_argument_group("many prompts").add_argument
+    help = '{"prompt": "Once"} or {"ids": [7454]} a line, with any of "id", "special" and SamplingParams; - is stdin'
+    add("--input", metavar="FILE", help=help)
+    add("--output", metavar="FILE", help="where the records go, one a line [standard output]")
+    add("--batch-size", type=int, metavar="N", help="prompts that are continued at a time [8]")
+    add("--resume", action="store_true", help="go on with an --output that is not complete")
     help = "guess tokens, to verify several at once: lookup (of repeated text), off, int8, or a smaller model [lookup]"
     _add_machine(parser).add_argument("--draft", metavar="MODEL", default="lookup", help=help)
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument("--ids", action="store_true", help="token ids in (as the prompt) and out, instead of text")
-    group.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
-    group.add_argument("--json", action="store_true", help="one JSON object a line for each completion")
-    group.add_argument(
-        "--logprobs", type=int, metavar="K", help="log-probabilities, also the K best's: a table, or JSON"
-    )
-    group.add_argument("--stats", action="store_true", help="on stderr: speed, memory, seed, and what was loaded")
-
-    group = parser.add_argument_group("many prompts")
-    help = '{"prompt": "Once"} or {"ids": [7454]} a line, with any of "id", "special" and SamplingParams; - is stdin'
-    group.add_argument("--input", metavar="FILE", help=help)
-    group.add_argument("--output", metavar="FILE", help="where the records go, one a line [standard output]")
-    group.add_argument("--batch-size", type=int, metavar="N", help="prompts that are continued at a time [8]")
-    group.add_argument("--resume", action="store_true", help="go on with an --output that is not complete")
 
 
 def _add_score(commands: Any) -> None:
     about = "how likely the model finds a text: log-probabilities, perplexity, bits per byte"
     parser = _command(commands, "score", about)
-    _add_prompt(parser)
-    _add_model(parser)
-    group = parser.add_argument_group("scoring")
-    group.add_argument("--context", metavar="TEXT", help="score the text as the continuation of this one")
+    add = parser.add_argument_group("scoring").add_argument
+    add("--context", metavar="TEXT", help="score the text as the continuation of this one")
     help = "for a text of any length: windows of a full context, each N tokens further; tokens are not listed then"
-    group.add_argument("--stride", type=int, metavar="N", help=help)
-    group.add_argument("--bos", action="store_true", help="put the beginning-of-text token first, to score the next")
-    group.add_argument("--ids", action="store_true", help="the text is given as token ids")
-    group.add_argument("--json", action="store_true", help="one JSON object, with every token's log-probability")
+    add("--stride", type=int, metavar="N", help=help)
+    add("--bos", action="store_true", help="put the beginning-of-text token first, to score the next")
+    add("--ids", action="store_true", help="the text is given as token ids")
+    add("--json", action="store_true", help="one JSON object, with every token's log-probability")
     help = 'many texts: {"text": "a time"} a line, with any of "context", "id" and "special"; - is stdin'
-    group.add_argument("--input", metavar="FILE", help=help)
+    add("--input", metavar="FILE", help=help)
     _add_machine(parser)
 
 
@@ -180,39 +137,29 @@ def _add_machine(parser: argparse.ArgumentParser) -> Any:
 def _add_attention(commands: Any) -> None:
     about = "show what each attention head attends to"
     parser = _command(commands, "attention", about, ": by default, one line for each head of a layer")
-    _add_prompt(parser)
-    _add_model(parser)
     group = parser.add_argument_group("what to show")
-    help = "layers [0; with --html, --json, --roles or --rank all]"
-    group.add_argument("--layer", type=_number, nargs="+", metavar="N", help=help)
-    group.add_argument("--head", type=_number, nargs="+", metavar="N", help="heads, with weights and matrix [all]")
-    _add_ablate(group)
-    group.add_argument("--ids", action="store_true", help="the prompt is token ids instead of text")
+    add = group.add_argument
+    add("--layer", type=int, nargs="+", metavar="N", help="layers [0; with --html, --json, --roles or --rank all]")
+    add("--head", type=int, nargs="+", metavar="N", help="heads, with weights and matrix [all]")
+    _add_ablate(add)
+    add("--ids", action="store_true", help="the prompt is token ids instead of text")
     kind = group.add_mutually_exclusive_group()
-    help = "what kind each head is; without PROMPT, on random tokens that come twice"
-    kind.add_argument("--roles", action="store_true", help=help)
+    kind.add_argument("--roles", action="store_true", help="each head's kind; without PROMPT, on random tokens")
     kind.add_argument("--rank", action="store_true", help="heads by how much the loss rises without them")
     kind.add_argument("--lens", action="store_true", help="what each block's output predicts after the last token")
-    group = parser.add_argument_group("output")
-    group.add_argument("--html", metavar="FILE", help="write a page for a browser, complete in one file")
-    group.add_argument("--json", action="store_true", help="one JSON object a line, with all numbers")
+    add = parser.add_argument_group("output").add_argument
+    add("--html", metavar="FILE", help="write a page for a browser, complete in one file")
+    add("--json", action="store_true", help="one JSON object a line, with all numbers")
     _add_machine(parser)
 
 
-def _add_ablate(group: Any) -> None:
+def _add_ablate(add: Any) -> None:
     help = "switch these heads off (after the prompt, or repeatable)"
-    group.add_argument("--ablate", type=_head, nargs="+", action="extend", default=[], metavar="LAYER.HEAD", help=help)
-
-
-def _number(text: str) -> int:
-    """--layer N, --head N. Whether the model has it, the model says; so for _head."""
-    if re.fullmatch(r"[+-]?[0-9]{1,9}", text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"write numbers, and the prompt before them, not {text!r}")
+    add("--ablate", type=_head, nargs="+", action="extend", default=[], metavar="LAYER.HEAD", help=help)
 
 
 def _head(text: str) -> str:
-    """--ablate LAYER.HEAD."""
+    """--ablate LAYER.HEAD. Whether the model has it, the model says."""
     if re.fullmatch(r"[0-9]+\.[0-9]+", text):
         return text
     raise argparse.ArgumentTypeError(f"write heads as LAYER.HEAD, and the prompt before --ablate, not {text!r}")
@@ -220,8 +167,7 @@ def _head(text: str) -> str:
 
 def _add_parity(commands: Any) -> None:
     about = "prove on this machine that a model gives the numbers published for it, and what transformers gives"
-    parser = _command(commands, "parity", about)
-    _add_model(parser)
+    parser = _command(commands, "parity", about, prompt=False)
     group = parser.add_argument_group("comparison")
     help = "compare on this text too (repeatable)"
     group.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help=help)
@@ -237,9 +183,19 @@ def _when(text: str) -> bool | str:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """--logit-bias ID=V."""
+    """--logit-bias ID=X."""
     try:
         id, value = text.split("=")
         return int(id), float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"write it as ID=VALUE with numbers, not {text!r}") from None
+        raise argparse.ArgumentTypeError(f"write it as ID=X with numbers, not {text!r}") from None
+
+
+_KINDS: dict[str, dict[str, Any]] = {  # by the type of a field of SamplingParams
+    "int": {"type": int, "metavar": "N"},
+    "float": {"type": float, "metavar": "X"},
+    "str": {"metavar": "WORD"},
+    "bool": {"type": _when, "metavar": "B"},
+    "tuple[str, ...]": {"action": "append", "metavar": "TEXT"},
+    "Mapping[int, float]": {"type": _bias, "action": "append", "metavar": "ID=X"},
+}

@@ -1,25 +1,26 @@
-"""What a command is given: the prompt, and the options of decoding."""
+"""What a command is given: the prompt and the options of decoding; and notes about them."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from dataclasses import fields, replace
+import warnings
+from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minigpt.checks import without_surrogates
-from minigpt.cli.machine import note
 from minigpt.decoding.params import SamplingParams
 from minigpt.errors import PromptError
-from minigpt.lines import utf8
+from minigpt.lines import standard_input, utf8
 
 if TYPE_CHECKING:
     from minigpt.language_model import LanguageModel
+    from minigpt.text.tokenizer import Tokenizer
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
-    """The prompt, text or with --ids token ids, from wherever the arguments say.
+    """The prompt, a text or with --ids token ids, from where the arguments say.
 
     Raises ValueError if it is given twice or not at all, PromptError if it cannot be read or is not UTF-8.
     """
@@ -28,7 +29,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         what = "the prompt is given twice" if given else "no prompt"
         raise ValueError(f"{what}: give one of PROMPT, --prompt TEXT, --file FILE, or - for standard input")
     file = "-" if args.text == "-" else args.file
-    text = without_surrogates(given[0]) if file is None else _read(file)
+    text = without_surrogates(given[0]) if file is None else read_text(file)
     if not getattr(args, "ids", False):
         return text
     try:
@@ -38,38 +39,44 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         raise PromptError(f"{wanted}, not {text[:50]!r}") from None
 
 
-def _read(file: str) -> str:
+def read_text(file: str) -> str:
     """The text of a file, or of standard input for "-", without a byte-order mark and one final newline."""
     name = "standard input" if file == "-" else file
-    if file == "-" and sys.stdin is None:
-        raise PromptError("standard input is closed")
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        text = utf8(standard_input().read() if file == "-" else Path(file).read_bytes()).removeprefix("\ufeff")
     except OSError as error:
         raise PromptError(f"cannot read the prompt from {name or repr(name)}: {error.strerror}") from None
-    if data is None:
-        raise PromptError("standard input has nothing to read yet, and is not one to wait for (it is non-blocking)")
-    try:
-        text = utf8(data).removeprefix("\ufeff")
     except ValueError as error:
         raise PromptError(f"{name} is {error}") from None
     return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 
 
-def options(args: argparse.Namespace) -> dict[str, Any]:
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of SamplingParams that are given."""
     given = {field.name: getattr(args, field.name, None) for field in fields(SamplingParams)}
     given |= {"logit_bias": args.logit_bias and dict(args.logit_bias), "stop_ids": () if args.ignore_eos else None}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def decoding(lm: LanguageModel, given: dict[str, Any], model_defaults: bool) -> SamplingParams:
-    """The options over the model's own defaults or over the library's; a note says what the choice leaves unused."""
-    if model_defaults:
-        return replace(lm.defaults, **given)
+def note_defaults(lm: LanguageModel, given: dict[str, Any]) -> None:
+    """Note the model's own defaults that are not used; --use-model-defaults would use them."""
     plain = SamplingParams()
     theirs = {name: value for name, value in vars(lm.defaults).items() if value != getattr(plain, name)}
-    unused = [f"{name} {value}" for name, value in theirs.items() if name not in given]
-    if unused:
-        note(f"generation_config.json sets {', '.join(unused)}: add --use-model-defaults to decode so")
-    return SamplingParams(**given)
+    if unused := [f"{name} {value}" for name, value in theirs.items() if name not in given]:
+        warnings.warn(
+            f"generation_config.json sets {', '.join(unused)}: add --use-model-defaults to decode so", stacklevel=1
+        )
+
+
+def note_special(tokenizer: Tokenizer | None, text: object, ids: Collection[int]) -> None:
+    """Note, once for a command, that the text spells special tokens which `ids` hold as plain text."""
+    special = tokenizer.special_tokens if tokenizer and isinstance(text, str) else {}
+    if plain := [name for name, id in special.items() if name in str(text) and id not in ids]:
+        warnings.warn(f"{plain[0]} is read as plain text: add --special to read it as the special token", stacklevel=1)
+
+
+def note_context(lm: LanguageModel, finish_reason: str | None) -> None:
+    """Note, once for a command, that a text ends where the context does."""
+    if finish_reason == "context":
+        size = lm.config.n_positions
+        warnings.warn(f"a text ends at the context of {size} tokens: --overflow slide goes on", stacklevel=1)

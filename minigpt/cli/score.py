@@ -7,13 +7,10 @@ import json
 from typing import Any
 
 from minigpt.cli.machine import load
-from minigpt.cli.main import Unwinding
-from minigpt.cli.prompt import read_prompt
-from minigpt.cli.tokenize import note_special
+from minigpt.cli.prompt import note_special, read_prompt
 from minigpt.errors import MiniGPTError
-from minigpt.jobs import score_records
-from minigpt.lines import source, survey
-from minigpt.records import score_figures
+from minigpt.jobs import score_figures, score_records
+from minigpt.lines import Input
 
 
 def run(args: argparse.Namespace) -> None:
@@ -23,11 +20,9 @@ def run(args: argparse.Namespace) -> None:
         return
     text = read_prompt(args)
     lm = load(args)
-    tokenizer = lm.limits.tokenizer
-    with Unwinding():
-        score = lm.score(text, context=args.context, **options)
+    [score] = lm.score([text], context=[args.context], **options)
     figures = score_figures(score)
-    note_special(tokenizer, f"{args.context or ''}{text}" if isinstance(text, str) else None, score.ids)
+    note_special(lm.limits.tokenizer, f"{args.context or ''}{text}" if isinstance(text, str) else None, score.ids)
     if args.json:
         print(json.dumps({**figures, "model": args.model, "stride": args.stride}), flush=True)
         return
@@ -37,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
         given = len(score.ids) - len(score.logprobs)  # the first token, or the context
         for at, id in enumerate(score.ids):
             value = "-" if at < given else f"{score.logprobs[at - given]:.4f}"
-            print(f"{id}\t{value}" + (f"\t{label(tokenizer, id)}" if tokenizer else ""))
+            print(f"{id}\t{value}\t{label(lm.limits.tokenizer, id)}")
         print()
     print(f"tokens         {len(score.ids)}\ntotal          {score.total:.4f}\nmean           {score.mean:.6f}")
     print(f"perplexity     {score.perplexity:.6g}")
@@ -46,16 +41,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _score_file(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    if any(value is not None for value in (args.text, args.prompt, args.file, args.context)) or args.ids:
+    if (args.text, args.prompt, args.file, args.context) != (None, None, None, None) or args.ids:
         raise ValueError("--input FILE holds the texts: it goes with no text, --context or --ids")
-    lines = source(args.input)
-    count, _ = survey(lines, "text")
-    lm, failed, plain = load(args), 0, False
-    with Unwinding():
-        for record in score_records(lm, lines, model=args.model, **options):
-            print(json.dumps(record), flush=True)
-            failed += "error" in record
-            text = f"{record.get('context') or ''}{record.get('text', '')}"
-            plain = plain or note_special(lm.limits.tokenizer, text, record.get("ids", []))
+    source, failed = Input(args.input), 0
+    lm = load(args)
+    for record in score_records(lm, source, model=args.model, **options):
+        print(json.dumps(record), flush=True)
+        failed += "error" in record
+        note_special(
+            lm.limits.tokenizer, f"{record.get('context') or ''}{record.get('text', '')}", record.get("ids", ())
+        )
     if failed:
-        raise MiniGPTError(f"{failed} of {count} records are errors: see standard output")
+        raise MiniGPTError(f"{failed} of {source.count} records are errors: see standard output")

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from minigpt.checks import short_repr
-from minigpt.options import checked, did_you_mean
+from minigpt.options import CHECKS, did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,26 +27,26 @@ class SamplingParams:
     top_p: keep the smallest set of tokens whose probabilities reach p, in [0, 1]; 1 keeps all.
     min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
     typical_p: keep the tokens least surprising for the entropy, until their probabilities reach p; 1 keeps all.
-    epsilon_cutoff: drop tokens of a lower probability than this, in [0, 1); 0 is off.
+    epsilon_cutoff: drop tokens of a lower probability than this, in [0, 1]; 0 is off.
     eta_cutoff: the same, with a bound that is lower where the entropy is high; 0 is off.
     repetition_penalty: above 1 makes tokens of the prompt and the output less likely; 1 is off.
     no_repeat_ngram_size: no n-gram of this size occurs twice, the prompt included; 0 is off.
     logit_bias: {token id: value added to its logit}.
     sequence_bias: (ids, value) pairs: the value is added to the last id's logit where the ids before it came last.
     suppress_tokens: ids that are never drawn.
-    bad_words: text(s) that are not written, with a space before them or without. One str is accepted.
+    bad_words: a text, or several, not to be written, with a space before it or without.
     bad_words_ids: lists of ids: the last is not drawn after the others. End ids alone are left out.
-    stop: text(s) at which to stop; the text before it is kept. One str is accepted.
+    stop: a text, or several, at which to stop; the text before it is kept.
     stop_ids: ids at which to stop; () is none; None (or "model") is the model's own end ids.
-    seed: makes sampling repeatable, in [0, 2^64); None is a fresh one, which the result reports.
+    seed: makes sampling repeatable, in [0, 2^64); without one it is a fresh one, which the result reports.
     samples: completions per prompt; sample j uses seed + j. Of a beam search: the best so many, at most num_beams.
     num_beams: above 1, beam search: so many continuations are kept, the most probable ones; at most 64.
     length_penalty: they are compared by log-probability / tokens ** length_penalty; above 0 favours long ones.
     early_stopping: True ends the search when num_beams are complete; False if those that run are worse at their
-        length now, "never" if they are at any length.
-    logprobs: None is off; 0 gives each drawn token's log-probability, k also the k best tokens'.
+        length now; "never" if they are at any length.
+    logprobs: 0 gives each drawn token's log-probability, k also the k best tokens'; None is off.
     overflow: at the context limit "stop", or "slide": keep the last half of the context and go on.
-    max_seconds: no further token once this time has passed; at least one is drawn. None: no limit.
+    max_seconds: no further token once this time has passed; at least one is drawn.
 
     None for any option means "not given". Raises ValueError that names the option and the value,
     TypeError for an unknown option.
@@ -94,7 +94,7 @@ class SamplingParams:
             raise TypeError(f"{short_repr(unknown)} is not an option of generate{did_you_mean(unknown)}")
         for name, value in base.items():
             given = options.get(name)
-            value = value if given is None else checked(name, given)
+            value = value if given is None else CHECKS[name](name, given)
             object.__setattr__(self, name, value)  # the dataclass is frozen for everyone else
         if 1 < self.num_beams < self.samples:
             raise ValueError(f"samples {self.samples} is more than a search with num_beams {self.num_beams} gives")

@@ -108,6 +108,12 @@ class Limits:
         missing = () if tokenizer is None else tuple(id for id in range(V) if id not in tokenizer)
         return cls(config.n_positions, V, bos_id, tuple(id for id in ends if 0 <= id < V), missing, tokenizer)
 
+    def begun(self, ids: SequenceOf[int]) -> list[int]:
+        """The ids; for none of them the beginning of a text. Raises PromptError where the model knows no such token."""
+        if not ids and self.bos_id is None:
+            raise PromptError("the model has no beginning-of-text token, so the text must not be empty")
+        return list(ids) or [self.bos_id or 0]
+
 
 def agreement(a: SequenceOf[int], b: SequenceOf[int]) -> int:
     """How many ids both begin with."""
@@ -121,9 +127,7 @@ class Prompt:
     def __init__(self, ids: SequenceOf[int], params: SamplingParams, limits: Limits) -> None:
         """An empty prompt starts from the beginning of a text. Raises PromptError, TokenizerError or ValueError."""
         check_params(params, limits.vocab_size)
-        if not ids and limits.bos_id is None:
-            raise PromptError("the model has no beginning-of-text token, so the text must not be empty")
-        self.ids: list[int] = list(ids) or [limits.bos_id or 0]
+        self.ids = limits.begun(ids)
         self.logits: Tensor | None = None
         if len(self.ids) > limits.n_positions and params.overflow == "stop":
             raise PromptError(

@@ -44,7 +44,7 @@ def test_two_workers_give_the_records_of_the_single_process(folder: Path, tmp_pa
     options = json.dumps({"temperature": 1, "max_new_tokens": 9, "seed": 5})
     done = ray("--input", str(source), "--output", str(many), "-m", str(folder), "--params", options, "--workers", "2")
     assert done.returncode == 1, done.stderr[-3000:]
-    assert f"ray_generate: error: 3 of 61 records are errors: see {many}" in done.stderr
+    assert f"ray_generate: error: 2 of 61 records are errors: see {many}" in done.stderr
     assert many.read_text() == single.read_text()
     # What a killed Ray job left can be finished by either.
     many.write_bytes(single.read_bytes()[:5000])
