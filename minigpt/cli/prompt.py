@@ -28,7 +28,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         what = "the prompt is given twice" if given else "no prompt"
         raise ValueError(f"{what}: give one of PROMPT, --prompt TEXT, --file FILE, or - for standard input")
     file = "-" if args.text == "-" else args.file
-    text = without_surrogates(given[0]) if file is None else _read(file)
+    text = without_surrogates(given[0]) if file is None else read_text(file)
     if not getattr(args, "ids", False):
         return text
     try:
@@ -38,7 +38,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         raise PromptError(f"{wanted}, not {text[:50]!r}") from None
 
 
-def _read(file: str) -> str:
+def read_text(file: str) -> str:
     """The text of a file, or of standard input for "-", without a byte-order mark and one final newline."""
     name = "standard input" if file == "-" else file
     if file == "-" and sys.stdin is None:

@@ -1,0 +1,91 @@
+"""What a record holds of a model: figures that a change of any number behind them moves. data/record.txt defines them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minigpt import scoring
+from minigpt.decoding.params import SamplingParams
+from minigpt.language_model import LanguageModel
+from minigpt.network.model import Record
+from minigpt.parity.reference import NEW_TOKENS, SHORT, outputs, race
+
+Figures = dict[str, Any]
+BEST = 5
+
+
+@lru_cache(4)
+def _signs(size: int) -> Tensor:
+    """s(j,i), [8,size] int8: a hash, so that any engine can make them."""
+    x = torch.arange(1, size + 1, device="cpu")
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * 73244475 & 0xFFFFFFFF
+    return (1 - 2 * (((x >> 16) ^ x) >> torch.arange(8, device="cpu")[:, None] & 1)).to(torch.int8)
+
+
+def _projections(x: Tensor) -> Tensor:
+    """[...,n] float64 -> [...,8]. The root mean square of their differences is about that of the numbers'."""
+    size = x.shape[-1]
+    return x @ _signs(1 << (size - 1).bit_length())[:, :size].double().t() / math.sqrt(size)
+
+
+def layer_figures(lm: LanguageModel, ids: list[int]) -> Iterator[Figures]:
+    """Each module's, in the order of the run, and each block's attention weights."""
+    batch, collected = torch.tensor([ids[:SHORT]], device=lm.device), Record()
+    for name, out in outputs(lm.model, lambda: lm.model.hidden(batch, record=collected)).items():
+        yield _rows(name, out)
+        if name.endswith("c_attn"):
+            weights = collected.attentions[int(name.split(".")[1])]  # (1, H, T, T)
+            yield _rows(name.replace("c_attn", "weights"), weights.flatten(0, 2))
+
+
+def _rows(name: str, rows: Tensor) -> Figures:
+    """Rows [T,W] count alike, however long they are: GPT-2's first one is fifty times as long as others."""
+    lengths = (rows := rows.double().cpu()).norm(dim=-1, keepdim=True).clamp_min(1e-6)
+    projections = _projections((rows / lengths * math.sqrt(rows.shape[-1])).flatten())
+    length = float(f"{lengths.log().mean().exp():.7g}")
+    return {"layer": name, "length": length, "projections": [round(x, 6) for x in projections.tolist()]}
+
+
+def logit_figures(lm: LanguageModel, ids: list[int], places: Sequence[int]) -> Iterator[Figures]:
+    """Those of the logits at these positions."""
+    hidden = lm.model.hidden(torch.tensor([ids], device=lm.device))[0]
+    for at in places:
+        logits = lm.model.head(hidden[at]).double().cpu()
+        mean, best = logits.mean(), logits.topk(min(BEST, len(logits)))
+        figures = {"lse": logits.logsumexp(0), "mean": mean, "spread": (logits - mean).abs().max()}
+        best_ones = [[id, _digits(value)] for value, id in zip(*(part.tolist() for part in best), strict=True)]
+        projections = [_digits(x) for x in _projections(logits - mean).tolist()]
+        yield {
+            "at": at,
+            **{name: _digits(x) for name, x in figures.items()},
+            "projections": projections,
+            "best": best_ones,
+        }
+
+
+def loss(lm: LanguageModel, ids: list[int]) -> float:
+    """The mean negative log-probability of the ids after the first."""
+    return _digits(-math.fsum(scoring.log_probabilities(lm.model, ids)) / (len(ids) - 1))
+
+
+def drawn(lm: LanguageModel, ids: list[int], options: Mapping[str, Any]) -> Figures:
+    """New ids, and by how much each was ahead."""
+    room = min(NEW_TOKENS, lm.limits.n_positions - len(ids))
+    params = SamplingParams(**{**options, "max_new_tokens": room, "stop_ids": ()})
+    new = lm.generate(ids, params).ids
+    history = [*ids, *new]
+    logits = lm.model(torch.tensor([history[:-1]], device=lm.device))[0, len(ids) - 1 :].float().cpu()
+    pairs = (race(lm, row, history[: len(ids) + at], at, params).topk(2).values for at, row in enumerate(logits))
+    margins = [min(99.0, float(f"{best - second:.3g}")) for best, second in pairs]
+    return {"options": dict(options), "new": new, "margins": margins}
+
+
+def _digits(value: Any) -> float:
+    return float(f"{value:.8g}")
