@@ -1,4 +1,4 @@
-"""What a record holds of a model: figures that a change of any number behind them moves. data/record.txt defines them."""
+"""The figures of a record, which a change of any number behind them moves: defined in data/record.txt."""
 
 from __future__ import annotations
 

@@ -128,7 +128,13 @@ def _compare(lm: LanguageModel, record: Mapping[str, Any]) -> Iterator[Check]:
     dtype = format_of(lm)
     yield Check("recorded", "made by", None, ", ".join(map(str, made.values())), dtype=dtype, applies=False)
     if sizes != record["model"]:
-        yield Check("recorded", "sizes", False, f"recorded of a model with {record['model']}, but this one has {sizes}", dtype=dtype)
+        yield Check(
+            "recorded",
+            "sizes",
+            False,
+            f"recorded of a model with {record['model']}, but this one has {sizes}",
+            dtype=dtype,
+        )
         return
     if record["tokens"] is not None:
         yield _compare_texts(lm, record)
@@ -181,7 +187,7 @@ def _compare_numbers(
         yield measured(lm, "recorded", f"logits of {shown(name)}", (worst[0], allowed, worst[2] + cause))
     for line in (line for line in lines if "loss" in line):
         ours = loss(lm, ids)
-        figures = (abs(ours - line["loss"]), 2 * allowed, f"{ours:.6g}, recorded {line['loss']:.6g}")
+        figures = (abs(ours - line["loss"]), allowed, f"{ours:.6g}, recorded {line['loss']:.6g}")
         yield measured(lm, "recorded", f"loss of {shown(name)}", figures)
     for kind in ("greedy", "sampled"):
         if new := [line for line in lines if "new" in line and _kind(line) == kind]:

@@ -19,8 +19,19 @@ from minigpt.decoding.sampling import process
 from minigpt.errors import PromptError
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import Record
-from minigpt.parity.check import ATTENTION, LOGITS, VECTORS, Check, allowed_error, format_of, measured, one_line
-from minigpt.parity.check import shown, spread, tolerance_of
+from minigpt.parity.check import (
+    ATTENTION,
+    LOGITS,
+    VECTORS,
+    Check,
+    allowed_error,
+    format_of,
+    measured,
+    one_line,
+    shown,
+    spread,
+    tolerance_of,
+)
 from minigpt.prompts import Text
 
 PROMPTS = ("The meaning of life is", "def fibonacci(n):\n    if n < 2:\n", "Ünïcödé: 東京 🙂, don't   stop")
