@@ -123,6 +123,8 @@ def tokenizer_of(name: str) -> tuple[Any, list[int] | None]:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):
         return None, None
+    if not tokenizer.encode("a", add_special_tokens=False):  # what transformers makes of a folder without one
+        return None, None
     ids = sorted({*tokenizer.get_vocab().values()})
     texts = tokenizer.batch_decode([[id] for id in ids], clean_up_tokenization_spaces=False)
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
