@@ -95,7 +95,8 @@ def new(model: Any, ids: list[int], options: dict[str, Any], room: int) -> dict[
     inputs = torch.tensor([ids])
     settings = {"do_sample": seed is not None, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": room}
     config = transformers.GenerationConfig(**given, **settings, output_scores=True, return_dict_in_generate=True)
-    out = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
+    model.generation_config = config  # in place of the end ids and the sampling that the model comes with
+    out = model.generate(inputs, attention_mask=torch.ones_like(inputs))
     margins, generator = [], torch.Generator().manual_seed(seed or 0)
     for scores in out.scores:
         scores = scores[0].float()

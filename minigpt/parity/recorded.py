@@ -63,8 +63,8 @@ def record(lm: LanguageModel, prompts: Sequence[Text] = (), folder: Path | None 
 
 def _numbers(lm: LanguageModel, ids: list[int], places: int, before: int) -> Iterator[Figures]:
     """Those of one prompt, of its modules only while there is room after the prompts before it."""
-    layers = list(layer_figures(lm, ids)) if before * lm.config.n_layer * 9 < MODULES else []
-    yield from layers if not before or len(layers) * (before + 1) <= MODULES else ()
+    if not before or (8 * lm.config.n_layer + 3) * (before + 1) <= MODULES:
+        yield from layer_figures(lm, ids)
     count = min(places, len(ids))
     yield from logit_figures(lm, ids, [len(ids) * n // count - 1 for n in range(1, count + 1)])
     if len(ids) > 1:
