@@ -75,12 +75,11 @@ def loss(lm: LanguageModel, ids: list[int]) -> float:
     return _digits(-math.fsum(scoring.log_probabilities(lm.model, ids)) / (len(ids) - 1))
 
 
-def drawn(lm: LanguageModel, ids: list[int], options: Mapping[str, Any]) -> Figures:
-    """New ids, and by how much each was ahead."""
-    room = min(NEW_TOKENS, lm.limits.n_positions - len(ids))
+def drawn(lm: LanguageModel, ids: list[int], options: Mapping[str, Any], count: int = NEW_TOKENS) -> Figures:
+    """Up to `count` new ids, and by how much each was ahead."""
+    room = min(count, lm.limits.n_positions - len(ids))
     params = SamplingParams(**{**options, "max_new_tokens": room, "stop_ids": ()})
-    new = lm.generate(ids, params).ids
-    history = [*ids, *new]
+    history = [*ids, *(new := lm.generate(ids, params).ids)]
     logits = lm.model(torch.tensor([history[:-1]], device=lm.device))[0, len(ids) - 1 :].float().cpu()
     pairs = (race(lm, row, history[: len(ids) + at], at, params).topk(2).values for at, row in enumerate(logits))
     margins = [min(99.0, float(f"{best - second:.3g}")) for best, second in pairs]

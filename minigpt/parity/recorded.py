@@ -225,7 +225,8 @@ def _compare_new(
         return Check("recorded", name, None, why, dtype=format_of(lm), applies=False)
     worst = (0.0, tolerance, f"{sum(len(line['new']) for line in lines)} tokens")
     for line in lines:
-        options, new, theirs = line["options"], drawn(lm, ids, line["options"])["new"], line["new"]
+        options, theirs = line["options"], line["new"]
+        new = drawn(lm, ids, options, len(theirs))["new"]
         at = next((n for n, (a, b) in enumerate(zip_longest(new, theirs)) if a != b), None)
         if at is not None:
             margin = line["margins"][at] if at < len(theirs) else math.inf
