@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from minigpt.network.device import usable_cpus
-    from minigpt.parity import recorded
+    from minigpt.parity import record_file
     from minigpt.parity.check import Check, row, shortfall, to_json
     from minigpt.parity.run import make_record
     from minigpt.parity.run import run as compare
@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> None:
     places = {"device": args.device, "revision": args.revision, "offline": args.offline, "progress": True}
     if args.record is not None:
         made = make_record(args.model, prompts=prompts, dtype=dtypes[0], **places)
-        size = recorded.write(args.record, made)
+        size = record_file.write(args.record, made)
         print(f"{args.record}: {len(made['numbers'])} results of {len(made['prompts'])} prompts, {size:,} bytes")
         return
-    against = recorded.read(args.against) if args.against is not None else None
+    against = record_file.read(args.against) if args.against is not None else None
     done: list[Check] = []
     if not args.json:
         print(f"parity of {args.model}, torch {torch.__version__}")

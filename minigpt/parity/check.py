@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from minigpt.language_model import LanguageModel
 # float32: fractions of the logits' spread, of a vector's length, and of 1. Measured on random weights in GPT-2's 124M
 # layout, with a standard deviation (0.1) that makes rounding grow from block to block: 1.6e-5, 2.5e-5, 6.4e-5; a third
 # of that with products.Plain, whose rounding is that of transformers.
-LOGITS, VECTORS, ATTENTION = 4e-5, 1e-4, 1e-4
+TOLERANCES = {"logits": 4e-5, "layers": 1e-4, "attention": 1e-4}
 # All three in other formats. Measured likewise, on the CPU, with 0.05: float16 4.3e-3, bfloat16 2.7e-2, int8 7.6e-2.
 LOOSE = {"float16": 6e-3, "bfloat16": 6e-2, "int8": 0.12}
 _HEADINGS = {"file": "the file", "tokenizer": "the tokenizer", "published": "published numbers"}
@@ -92,14 +93,19 @@ def format_of(lm: LanguageModel) -> str:
     return str(lm.dtype).removeprefix("torch.")
 
 
-def tolerance_of(lm: LanguageModel, float32: float) -> float:
-    """`float32` in that format, else what its own format allows."""
-    return LOOSE.get(format_of(lm), float32)
+def tolerance(lm: LanguageModel, kind: str, recorded: float = 0.0) -> float:
+    """Of a kind of TOLERANCES in the model's format; never less than that of the numbers it is compared with."""
+    return max(recorded, LOOSE.get(format_of(lm), 0.0 if recorded else TOLERANCES[kind]))
 
 
 def shown(name: str) -> str:
     """A prompt's name, short enough for a line."""
     return repr(name if len(name) <= 32 else name[:29] + "...")
+
+
+def parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Where two lists of ids part; None where they are equal."""
+    return next((at for at, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
 
 
 def one_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from minigpt import scoring
 from minigpt.decoding.params import SamplingParams
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import Record
-from minigpt.parity.reference import NEW_TOKENS, SHORT, outputs, race
+from minigpt.parity.reference import NEW_TOKENS, SHORT, largest, outputs, race
 
 Figures = dict[str, Any]
 BEST = 5
@@ -84,6 +84,26 @@ def drawn(lm: LanguageModel, ids: list[int], options: Mapping[str, Any], count: 
     pairs = (race(lm, row, history[: len(ids) + at], at, params).topk(2).values for at, row in enumerate(logits))
     margins = [min(99.0, float(f"{best - second:.3g}")) for best, second in pairs]
     return {"options": dict(options), "new": new, "margins": margins}
+
+
+def apart_in_module(ours: Figures, theirs: Figures) -> float:
+    """By how much the rows differ, of their length."""
+    return largest([_rms(ours, theirs), abs(math.log(ours["length"] / theirs["length"]))])
+
+
+def apart_in_logits(ours: Figures, theirs: Figures) -> tuple[float, str]:
+    """By how much the logits differ at least, and in which figure."""
+    known = dict(ours["best"])
+    lowest = min(known.values())  # an id that is not among our best has a logit below these
+    best = [abs(known[id] - value) if id in known else max(0.0, value - lowest) for id, value in theirs["best"]]
+    apart = {"the best": largest(best), "the projections": _rms(ours, theirs)}
+    apart |= {"the log-sum-exp": abs(ours["lse"] - theirs["lse"]), "the mean": abs(ours["mean"] - theirs["mean"])}
+    worst = largest(apart.values())
+    return worst, next((name for name, value in apart.items() if value == worst), "NaN")
+
+
+def _rms(ours: Figures, theirs: Figures) -> float:
+    return math.dist(ours["projections"], theirs["projections"]) / math.sqrt(8)
 
 
 def _digits(value: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,19 +18,7 @@ from minigpt.decoding.sampling import process
 from minigpt.errors import PromptError
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import Record
-from minigpt.parity.check import (
-    ATTENTION,
-    LOGITS,
-    VECTORS,
-    Check,
-    allowed_error,
-    format_of,
-    measured,
-    one_line,
-    shown,
-    spread,
-    tolerance_of,
-)
+from minigpt.parity.check import Check, allowed_error, format_of, measured, one_line, parting, shown, spread, tolerance
 from minigpt.prompts import Text
 
 PROMPTS = ("The meaning of life is", "def fibonacci(n):\n    if n < 2:\n", "Ünïcödé: 東京 🙂, don't   stop")
@@ -152,7 +139,7 @@ def _compare_logits(lm: LanguageModel, reference: Any, name: str, ids: list[int]
         worst = largest([worst, float(difference.max())])
         total += float(difference.sum())
         scale = max(scale, spread(logits))
-        allowed = max(allowed, allowed_error(lm, logits, tolerance_of(lm, LOGITS)))
+        allowed = max(allowed, allowed_error(lm, logits, tolerance(lm, "logits")))
     mean = total / (len(ids) * lm.config.vocab_size)
     detail = f"mean {mean:.1e}, logits up to {scale:.1f} from their mean, {len(ids)} positions"
     detail += f"; a layer {first_wrong}" if first_wrong else ""
@@ -170,18 +157,18 @@ def _compare_layers(lm: LanguageModel, reference: Any, name: str, ids: list[int]
         expected = theirs[module].reshape(output.shape)
         lengths = expected.norm(dim=-1).clamp_min(1e-6)
         differences[module] = float(((output - expected).norm(dim=-1) / lengths).max())
-    return check_layers(lm, "transformers", name, differences, tolerance_of(lm, VECTORS))
+    return check_layers(lm, "transformers", name, differences, tolerance(lm, "layers"))
 
 
-def check_layers(lm: LanguageModel, group: str, name: str, differences: dict[str, float], tolerance: float) -> Check:
+def check_layers(lm: LanguageModel, group: str, name: str, differences: dict[str, float], allowed: float) -> Check:
     """The verdict on each module's difference, a fraction of its output's length; they are in the order of the run."""
-    first = next((module for module, value in differences.items() if not value <= tolerance), None)
+    first = next((module for module, value in differences.items() if not value <= allowed), None)
     detail = f"largest at {max(differences, key=lambda module: differences[module])}"
     if first:
         detail = f"first differs at {first}, by {differences[first]:.1e} of its length"
     blocks = [f"h.{layer}." for layer in range(lm.config.n_layer)]
     layers = [largest(value for name, value in differences.items() if f"{name}.".startswith(at)) for at in blocks]
-    figures = (largest(differences.values()), tolerance, detail)
+    figures = (largest(differences.values()), allowed, detail)
     return measured(lm, group, f"layers of {shown(name)}", figures, layers=layers)
 
 
@@ -214,11 +201,11 @@ def _compare_attention(lm: LanguageModel, reference: Any, name: str, ids: list[i
     theirs = reference.transformer(batch, output_attentions=True).attentions
     differences = [(ours.float() - theirs[layer]).abs().amax((0, 2, 3)) for layer, ours in enumerate(record.attentions)]
     layers = [float(heads.max()) for heads in differences]
-    tolerance = tolerance_of(lm, ATTENTION)
-    layer = next((at for at, worst in enumerate(layers) if not worst <= tolerance), layers.index(max(layers)))
+    allowed = tolerance(lm, "attention")
+    layer = next((at for at, worst in enumerate(layers) if not worst <= allowed), layers.index(max(layers)))
     head = int(differences[layer].argmax())
-    detail = f"{'first differs' if not layers[layer] <= tolerance else 'largest'} at L{layer}H{head}"
-    figures = (largest(layers), tolerance, detail)
+    detail = f"{'first differs' if not layers[layer] <= allowed else 'largest'} at L{layer}H{head}"
+    figures = (largest(layers), allowed, detail)
     return measured(lm, "transformers", f"attention of {shown(name)}", figures, layers=layers)
 
 
@@ -234,22 +221,21 @@ def compare_ids(lm: LanguageModel, reference: Any, prompts: Prompts, setting: di
     new = [min(NEW_TOKENS, lm.limits.n_positions - len(ids)) for _, _, ids in runs]
     each = [SamplingParams(**setting, seed=seed, max_new_tokens=n) for (seed, _, _), n in zip(runs, new, strict=True)]
     completions = lm.generate_many([ids for _, _, ids in runs], each)
-    tokens, ties, worst, tolerance, detail = 0, 0, 0.0, 0.0, ""
+    tokens, ties, worst, most, detail = 0, 0, 0.0, 0.0, ""
     for (_, prompt, ids), params, completion in zip(runs, each, completions, strict=True):
         expected = reference_ids(lm, reference, ids, params)
         tokens += len(expected)
-        if completion.ids == expected:
+        if (at := parting(completion.ids, expected)) is None:
             continue
-        at = next(i for i, (a, b) in enumerate(itertools.zip_longest(completion.ids, expected)) if a != b)
         gap, allowed, margin = _gap(lm, reference, ids + expected[:at], at, params, completion.ids[at:], expected[at:])
         ties += 1
-        if worst - tolerance <= gap - allowed:  # the one that is most wrong
-            worst, tolerance = gap, allowed
+        if worst - most <= gap - allowed:  # the one that is most wrong
+            worst, most = gap, allowed
             seed = "" if params.seed is None else f", seed {params.seed}"
             drew = f"{completion.ids[at : at + 1]}, not {expected[at : at + 1]}, top-2 margin {margin:.2g}"
             detail = f"; first differs at token {at + 1} of {shown(prompt)}{seed}: {drew}"
     detail = f"{len(runs) - ties} of {len(runs)} runs equal, {tokens} tokens{detail}"
-    return measured(lm, "transformers", name, (worst, tolerance, detail))
+    return measured(lm, "transformers", name, (worst, most, detail))
 
 
 def reference_ids(lm: LanguageModel, reference: Any, ids: list[int], params: SamplingParams) -> list[int]:
@@ -282,7 +268,7 @@ def _gap(
     logits = reference(torch.tensor([history], device=lm.device)).logits[0, -1].cpu()
     scores = race(lm, logits, history, drawn, params)
     # From all logits: those that top_p leaves may lie close together.
-    allowed = 2 * allowed_error(lm, logits, tolerance_of(lm, LOGITS)) / (params.temperature or 1.0)
+    allowed = 2 * allowed_error(lm, logits, tolerance(lm, "logits")) / (params.temperature or 1.0)
     best, second = scores.topk(2).values.tolist()
     ours, theirs = (token[0] if token else -1 for token in tokens)
     if min(ours, theirs) < 0:  # one of them stopped early

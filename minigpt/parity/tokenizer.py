@@ -10,7 +10,7 @@ from typing import Any
 from minigpt.errors import PromptError, TokenizerError
 from minigpt.files.reading import TOKENIZER_FILES
 from minigpt.language_model import LanguageModel
-from minigpt.parity.check import Check, one_line
+from minigpt.parity.check import Check, one_line, parting, shown
 from minigpt.parity.reference import quietly
 from minigpt.text.tokenizer import Tokenizer
 
@@ -89,6 +89,22 @@ def misfits(tokenizer: Tokenizer) -> list[int]:
     """The ids whose own text does not encode to that id alone: parts of characters, and tokens that no merge makes."""
     ids = (id for id in range(tokenizer.n_vocab) if id in tokenizer)
     return [id for id in ids if _encoded(tokenizer, tokenizer.decode([id]), True) != [id]]
+
+
+def changed_texts(lm: LanguageModel, prompts: list[dict[str, Any]], tokens: list[int]) -> list[str]:
+    """What a record's texts and tokens encode to that they did not; or why they do not any more."""
+    try:
+        pairs = [
+            (one["text"], lm.encode(one["text"])[: lm.limits.n_positions], one["ids"]) for one in prompts if one["text"]
+        ]
+        changed = sorted({*misfits(lm.tokenizer)} ^ {*tokens})
+    except (TokenizerError, PromptError) as error:
+        return [str(error)]
+    wrong = []
+    for text, ours, theirs in pairs:
+        if (at := parting(ours, theirs)) is not None:
+            wrong.append(f"token {at + 1} of {shown(text)} is {ours[at : at + 1]}, not {theirs[at : at + 1]}")
+    return wrong + [f"the text of id {id} encodes to other ids" for id in changed]
 
 
 def _encoded(tokenizer: Tokenizer, text: str, special: bool) -> list[int] | None:

@@ -12,7 +12,7 @@ from tiny import hf_model, save_hf
 
 import minigpt
 from minigpt.cli.main import main
-from minigpt.parity import recorded, reference, run
+from minigpt.parity import record_file, recorded, reference, run
 from minigpt.parity.check import Check, row, shortfall
 
 GOOD = Check("transformers", "layers", True)
@@ -104,7 +104,7 @@ def test_prompts_from_files(folder: Path, tmp_path: Path, capsys: Any) -> None:
     lines, file = tmp_path / "ids.jsonl", tmp_path / "mine.json"
     lines.write_text('{"ids": [5, 6, 7]}\n\n{"ids": [9], "id": "one"}\n')
     assert parity(folder, "--record", str(file), "--input", str(lines)) == 0
-    made = recorded.read(file)
+    made = record_file.read(file)
     assert [prompt["ids"] for prompt in made["prompts"][-2:]] == [[5, 6, 7], [9]]
     assert all(check.passed is not False for check in run.run(folder, offline=True, device="cpu", against=made))
     for bad, words in {

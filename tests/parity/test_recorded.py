@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from official import write_official
 from pages import blocks
 from record_transformers import main as record_transformers
@@ -25,7 +28,7 @@ from minigpt.cli.main import main
 from minigpt.decoding import sampling, sequence
 from minigpt.network import products
 from minigpt.network.linear import ACTIVATIONS
-from minigpt.parity import recorded, reference
+from minigpt.parity import record_file, recorded, reference
 from minigpt.parity.check import Check
 
 Patch = pytest.MonkeyPatch
@@ -233,7 +236,7 @@ def test_numbers_of_transformers_written_by_the_script_are_kept(tmp_path: Path, 
     folder, file = gpt2_folder(tmp_path / "m"), tmp_path / "theirs.json"
     write_official(folder)
     assert record_transformers([str(folder), str(file), "-p", "The dog", "--ids", "5", "6", "7"]) == 0
-    theirs = recorded.read(file)
+    theirs = record_file.read(file)
     assert theirs["made"]["engine"].startswith("transformers") and [p["text"] for p in theirs["prompts"]] == [
         "The dog",
         None,
@@ -276,17 +279,17 @@ def test_another_tokenizer_is_found_by_the_ids_of_texts_and_by_its_tokens(tmp_pa
 
 
 def test_the_file_is_small_stable_and_documented(folder: Path, tmp_path: Path, record: Record) -> None:
-    size = recorded.write(tmp_path / "a.json", record)
+    size = record_file.write(tmp_path / "a.json", record)
     text = (tmp_path / "a.json").read_text(encoding="utf-8")
-    assert size == len(text) < 200_000 and recorded.read(tmp_path / "a.json") == record
-    recorded.write(tmp_path / "b.json", recorded.record(load(folder), [[5, 6, 7, 8]], folder))
+    assert size == len(text) < 200_000 and record_file.read(tmp_path / "a.json") == record
+    record_file.write(tmp_path / "b.json", recorded.record(load(folder), [[5, 6, 7, 8]], folder))
     assert (tmp_path / "b.json").read_text(encoding="utf-8") == text
     assert all(json.loads(line.rstrip(",")) for line in text.splitlines() if line.startswith('{"prompt"'))
     keys = {key for line in record["numbers"] for key in line} | record.keys() - {"format", "about", "numbers"}
     assert not {key for key in keys if key not in " ".join(record["about"])}
     assert record["files"].keys() == {"model.safetensors"} and record["made"]["dtype"] == "float32"
     with pytest.raises(MiniGPTError, match="200,000 at most: give fewer"):
-        recorded.write(tmp_path / "c.json", {**record, "prompts": [{"text": None, "ids": [5] * 99_999}]})
+        record_file.write(tmp_path / "c.json", {**record, "prompts": [{"text": None, "ids": [5] * 99_999}]})
     assert not (tmp_path / "c.json").exists()
 
 
@@ -333,27 +336,64 @@ def test_many_prompts_share_the_room(folder: Path) -> None:
 # pytest, as a user runs it
 
 
-@pytest.mark.slow
-def test_the_test_of_the_page_passes_a_good_model_and_fails_a_bad_one(tmp_path: Path, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the test of the page, the record, and an installation of minigpt to plant faults into."""
     (block,) = [block for block in blocks("tests/README.md", "python") if "recorded" in block.code]
     assert len(block.code.splitlines()) == 6 and "pytest" not in block.code
-    (tmp_path / "test_mine.py").write_text(block.code)
-    shutil.copytree(folder, tmp_path / "demo")
-    recorded.write(tmp_path / "demo.json", recorded.record(load(folder)))
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "test_mine.py").write_text(block.code)
+    for part in ("minigpt", "weights/demo"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    assert main(["parity", "-m", "demo", "--offline", "--record", str(folder / "demo.json")]) == 0
+    return folder
 
-    def outcome() -> subprocess.CompletedProcess[str]:
-        run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
-        return subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
 
-    good = outcome()
-    assert good.returncode == 0 and "1 passed" in good.stdout, good.stdout
-    state = load_file(folder / "model.safetensors")
-    for name, place in (("h.1.attn.c_proj.bias", "h.1.attn.c_proj"), ("wpe.weight", "wpe")):
-        changed = {key: value.clone() for key, value in state.items()}
-        changed[f"transformer.{name}"] += 0.05
-        save_file(changed, tmp_path / "demo" / "model.safetensors", metadata={"format": "pt"})
-        bad = outcome()
-        assert bad.returncode == 1 and "1 failed" in bad.stdout
-        assert f"first differs at {place}," in bad.stdout and "apart" in bad.stdout and "allowed" in bad.stdout
-        assert "5 random ids" in bad.stdout or "1 ids" in bad.stdout
-        assert "recorded.py" not in bad.stdout.replace("minigpt.parity.recorded", "")  # our frames are hidden
+def as_a_user(folder: Path) -> tuple[int, str]:
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+def test_the_test_of_the_page_passes_a_good_model(users: Path) -> None:
+    code, out = as_a_user(users)
+    assert code == 0 and "1 passed" in out, out
+
+
+def edited(path: Path, old: str, new: str) -> None:
+    text = path.read_text("utf-8")
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new), "utf-8")
+
+
+def change(path: Path, name: str) -> None:
+    state = {key: value.clone() for key, value in load_file(path).items()}
+    state[name][0] += 0.25
+    save_file(state, path, metadata={"format": "pt"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["bias", "mask", "gelu", "position"])
+def test_the_test_of_the_page_fails_a_bad_one_and_says_where(users: Path, tmp_path: Path, fault: str) -> None:
+    folder = shutil.copytree(users, tmp_path / "user")
+    model, linear = folder / "minigpt/network/model.py", folder / "minigpt/network/linear.py"
+    if fault == "bias":
+        change(folder / "weights/demo/model.safetensors", "h.1.mlp.c_fc.bias")
+    elif fault == "mask":
+        edited(model, "torch.tril(torch.ones(max_len, max_len,", "torch.tril(torch.ones(max_len, max_len, ")
+        edited(model, "dtype=torch.bool, device=device))", "dtype=torch.bool, device=device), 1)")
+    elif fault == "gelu":
+        edited(linear, 'partial(F.gelu, approximate="tanh")', "F.gelu")
+    else:
+        edited(
+            model, "return torch.arange(T, device=ids.device) if", "return torch.arange(1, T + 1, device=ids.device) if"
+        )
+    place = {"bias": "h.1.mlp.c_fc", "mask": "h.0.attn.weights", "gelu": "h.0.mlp.c_proj", "position": "wpe"}[fault]
+    code, out = as_a_user(folder)
+    assert code == 1 and "1 failed" in out
+    assert re.search(
+        rf"layers of 'The meaning of life is': \S+ apart, 1.0e-04 allowed, first differs at {place}, by", out
+    )
+    assert "logits of 'The meaning of life is': " in out and "raise AssertionError" not in out  # our frame is hidden

@@ -57,13 +57,14 @@ def test_a_tokenizer_that_cannot_be_read_is_not_nothing_to_compare(folder: Path,
 
 def test_it_can_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = minigpt.load(folder, device="cpu").tokenizer
+    ours.n_vocab = 2000  # is enough here
     encode, decode, special = Tokenizer.encode, Tokenizer.decode, Tokenizer.special_tokens
     wrong = {
         "encode": lambda self, text, *, special=False: encode(self, text, special=True),
-        "decode": lambda self, ids: decode(self, ids).replace(" quantum", " quantam"),
+        "decode": lambda self, ids: decode(self, ids).replace(" the", " teh"),
         "special_tokens": property(lambda self: {**special.fget(self), "<|user|>": 50258}),  # type: ignore[attr-defined]
     }
-    said = ["'a<|user|>b", "' quant", "'<|user|>' is 50258, not 50257"]
+    said = ["'a<|user|>b", "' teh'", "'<|user|>' is 50258, not 50257"]
     for (name, replacement), words in zip(wrong.items(), said, strict=True):
         with monkeypatch.context() as patch:
             patch.setattr(Tokenizer, name, replacement)
