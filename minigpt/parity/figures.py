@@ -60,14 +60,10 @@ def logit_figures(lm: LanguageModel, ids: list[int], places: Sequence[int]) -> I
         logits = lm.model.head(hidden[at]).double().cpu()
         mean, best = logits.mean(), logits.topk(min(BEST, len(logits)))
         figures = {"lse": logits.logsumexp(0), "mean": mean, "spread": (logits - mean).abs().max()}
-        best_ones = [[id, _digits(value)] for value, id in zip(*(part.tolist() for part in best), strict=True)]
-        projections = [_digits(x) for x in _projections(logits - mean).tolist()]
-        yield {
-            "at": at,
-            **{name: _digits(x) for name, x in figures.items()},
-            "projections": projections,
-            "best": best_ones,
-        }
+        line: Figures = {"at": at, **{name: _digits(value) for name, value in figures.items()}}
+        line["projections"] = [_digits(value) for value in _projections(logits - mean).tolist()]
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        yield {**line, "best": [[id, _digits(value)] for id, value in pairs]}
 
 
 def loss(lm: LanguageModel, ids: list[int]) -> float:

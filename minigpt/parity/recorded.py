@@ -127,7 +127,9 @@ def _compare_prompt(
         difference, figure = apart_in_logits(own, line)
         if not difference <= worst:
             worst, detail = difference, f"largest after token {line['at'] + 1}, in {figure}"
-        ends = torch.tensor([line["mean"] - line["spread"], line["mean"] + line["spread"]])
+        ends = torch.tensor(
+            [line["mean"] - line["spread"], line["mean"] + line["spread"]], dtype=torch.float64, device="cpu"
+        )
         allowed = max(allowed, allowed_error(lm, ends, tolerance(lm, "logits", least["logits"])))
     yield measured(lm, "recorded", f"logits of {shown(name)}", (worst, allowed, detail + cause))
     for recorded in (line["loss"] for line in lines if "loss" in line):

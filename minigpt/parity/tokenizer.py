@@ -70,19 +70,19 @@ def compare_tokenizer(folder: Path, ours: Tokenizer, texts: Iterable[str]) -> Ch
     for split in (True, False):
         encoded = theirs(texts, add_special_tokens=False, split_special_tokens=split)["input_ids"]
         for text, expected in zip(texts, encoded, strict=True):
-            found = _encoded(ours, text, not split)
-            compared += found is not None
-            wrong += [f"{text!r} is {found[:8]}, not {expected[:8]}"] if found not in (None, expected) else []
+            if (found := _encoded(ours, text, not split)) is not None:
+                compared += 1
+                if found != expected:
+                    wrong.append(f"{text!r} is {found[:8]}, not {expected[:8]}")
     added = theirs.get_added_vocab()
     wrong += [f"{text!r} is {id}, not {added.get(text)}" for text, id in special.items() if id != added.get(text)]
     plain = [id for id in ids if id not in added.values()]  # transformers garbles added ones beyond ASCII
     decoded = theirs.batch_decode([[id] for id in plain], clean_up_tokenization_spaces=False)
-    for id, text in zip(plain, decoded, strict=True):
-        wrong += [] if ours.decode([id]) == text else [f"id {id} is {ours.decode([id])!r}, not {text!r}"]
+    pairs = zip(plain, map(ours.decode, zip(plain, strict=True)), decoded, strict=True)
+    wrong += [f"id {id} is {text!r}, not {expected!r}" for id, text, expected in pairs if text != expected]
     detail = f"{compared} encodings, {len(ids)} ids and {len(special)} special tokens"
-    return Check(
-        "tokenizer", "AutoTokenizer", not wrong, f"{detail}; {len(wrong)} differ: {wrong[0]}" if wrong else detail
-    )
+    detail += f"; {len(wrong)} differ: {wrong[0]}" if wrong else ""
+    return Check("tokenizer", "AutoTokenizer", not wrong, detail)
 
 
 def misfits(tokenizer: Tokenizer) -> list[int]:
@@ -93,17 +93,16 @@ def misfits(tokenizer: Tokenizer) -> list[int]:
 
 def changed_texts(lm: LanguageModel, prompts: list[dict[str, Any]], tokens: list[int]) -> list[str]:
     """What a record's texts and tokens encode to that they did not; or why they do not any more."""
+    wrong, size = [], lm.limits.n_positions
     try:
-        pairs = [
-            (one["text"], lm.encode(one["text"])[: lm.limits.n_positions], one["ids"]) for one in prompts if one["text"]
-        ]
+        for prompt in (prompt for prompt in prompts if prompt["text"]):
+            ours, theirs = lm.encode(prompt["text"])[:size], prompt["ids"]
+            if (at := parting(ours, theirs)) is not None:
+                text = shown(prompt["text"])
+                wrong.append(f"token {at + 1} of {text} is {ours[at : at + 1]}, not {theirs[at : at + 1]}")
         changed = sorted({*misfits(lm.tokenizer)} ^ {*tokens})
     except (TokenizerError, PromptError) as error:
         return [str(error)]
-    wrong = []
-    for text, ours, theirs in pairs:
-        if (at := parting(ours, theirs)) is not None:
-            wrong.append(f"token {at + 1} of {shown(text)} is {ours[at : at + 1]}, not {theirs[at : at + 1]}")
     return wrong + [f"the text of id {id} encodes to other ids" for id in changed]
 
 
