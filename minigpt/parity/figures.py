@@ -14,7 +14,8 @@ from minigpt import scoring
 from minigpt.decoding.params import SamplingParams
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import Record
-from minigpt.parity.reference import NEW_TOKENS, SHORT, largest, outputs, race
+from minigpt.parity.check import parting
+from minigpt.parity.reference import NEW_TOKENS, SETTINGS, SHORT, largest, outputs, race
 
 Figures = dict[str, Any]
 BEST = 5
@@ -33,6 +34,18 @@ def _projections(x: Tensor) -> Tensor:
     """[...,n] float64 -> [...,8]. The root mean square of their differences is about that of the numbers'."""
     size = x.shape[-1]
     return x @ _signs(1 << (size - 1).bit_length())[:, :size].double().t() / math.sqrt(size)
+
+
+def figures(lm: LanguageModel, ids: list[int], places: int, layers: bool) -> Iterator[Figures]:
+    """All of one prompt: with or without its layers, of the logits at up to `places` positions, the last among them."""
+    if layers:
+        yield from layer_figures(lm, ids)
+    count = min(places, len(ids))
+    yield from logit_figures(lm, ids, [len(ids) * n // count - 1 for n in range(1, count + 1)])
+    if len(ids) > 1:
+        yield {"loss": loss(lm, ids)}
+    for options in SETTINGS if len(ids) < lm.limits.n_positions else ():
+        yield drawn(lm, ids, {**options, "seed": 0} if "temperature" in options else options)
 
 
 def layer_figures(lm: LanguageModel, ids: list[int]) -> Iterator[Figures]:
@@ -59,8 +72,8 @@ def logit_figures(lm: LanguageModel, ids: list[int], places: Sequence[int]) -> I
     for at in places:
         logits = lm.model.head(hidden[at]).double().cpu()
         mean, best = logits.mean(), logits.topk(min(BEST, len(logits)))
-        figures = {"lse": logits.logsumexp(0), "mean": mean, "spread": (logits - mean).abs().max()}
-        line: Figures = {"at": at, **{name: _digits(value) for name, value in figures.items()}}
+        numbers = {"lse": logits.logsumexp(0), "mean": mean, "spread": (logits - mean).abs().max()}
+        line: Figures = {"at": at, **{name: _digits(value) for name, value in numbers.items()}}
         line["projections"] = [_digits(value) for value in _projections(logits - mean).tolist()]
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         yield {**line, "best": [[id, _digits(value)] for id, value in pairs]}
@@ -96,6 +109,23 @@ def apart_in_logits(ours: Figures, theirs: Figures) -> tuple[float, str]:
     apart |= {"the log-sum-exp": abs(ours["lse"] - theirs["lse"]), "the mean": abs(ours["mean"] - theirs["mean"])}
     worst = largest(apart.values())
     return worst, next((name for name, value in apart.items() if value == worst), "NaN")
+
+
+def apart_in_new(lm: LanguageModel, ids: list[int], lines: list[Figures], most: float) -> tuple[float, float, str]:
+    """New ids, up to the first near tie of each line: its margin, what is allowed, and the detail."""
+    worst = (0.0, most, f"{sum(len(line['new']) for line in lines)} tokens")
+    for line in lines:
+        options, theirs = line["options"], line["new"]
+        ours = drawn(lm, ids, options, len(theirs))["new"]
+        if (at := parting(ours, theirs)) is not None:
+            margin = line["margins"][at] if at < len(theirs) else math.inf
+            allowed = most / options.get("temperature", 1.0)
+            if worst[0] - worst[1] <= margin - allowed:
+                detail = (
+                    f"token {at + 1} is {ours[at : at + 1]}, not {theirs[at : at + 1]}, which was ahead by this much"
+                )
+                worst = (margin, allowed, f"{detail}, with {options}" if options else detail)
+    return worst
 
 
 def _rms(ours: Figures, theirs: Figures) -> float:

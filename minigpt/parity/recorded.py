@@ -6,7 +6,6 @@ scripts/record_transformers.py writes such a file without minigpt's code.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +21,22 @@ from minigpt.files import checkpoint
 from minigpt.interpret.page import shipped
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import undisturbed
-from minigpt.parity.check import Check, allowed_error, format_of, measured, parting, shown, tolerance
-from minigpt.parity.figures import Figures, apart_in_logits, apart_in_module, drawn, layer_figures, logit_figures, loss
+from minigpt.parity.check import Check, allowed_error, format_of, measured, shown, tolerance
+from minigpt.parity.figures import (
+    Figures,
+    apart_in_logits,
+    apart_in_module,
+    figures,
+    layer_figures,
+    logit_figures,
+    loss,
+)
 from minigpt.parity.record_file import FORMAT, read
-from minigpt.parity.reference import PROMPTS, SETTINGS, check_layers, choose_prompts
+from minigpt.parity.reference import PROMPTS, check_layers, choose_prompts
 from minigpt.parity.tokenizer import changed_texts, misfits
 from minigpt.prompts import Text
 
-MODULES, PLACES = 520, 320  # at most, of all prompts together
+MODULES, PLACES = 520, 320  # in all prompts together, at most
 SHAPE = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
 
@@ -41,12 +48,10 @@ def record(lm: LanguageModel, prompts: Sequence[Text] = (), folder: Path | None 
     """
     chosen, texts = choose_prompts(lm, prompts), {*PROMPTS, *(one for one in prompts if isinstance(one, str))}
     made = {"engine": f"minigpt {__version__}", "torch": torch.__version__, "machine": platform.machine()}
+    numbers, room, places = [], MODULES // (8 * lm.config.n_layer + 3), max(1, PLACES // len(chosen))
     with undisturbed(lm.model), torch.inference_mode():
-        numbers = [
-            {"prompt": at, **line}
-            for at, ids in enumerate(chosen.values())
-            for line in _numbers(lm, ids, max(1, PLACES // len(chosen)), at)
-        ]
+        for at, ids in enumerate(chosen.values()):
+            numbers += [{"prompt": at, **line} for line in figures(lm, ids, places, at < max(1, room))]
     return {
         "format": FORMAT,
         "about": shipped("record.txt").splitlines(),
@@ -58,18 +63,6 @@ def record(lm: LanguageModel, prompts: Sequence[Text] = (), folder: Path | None 
         "prompts": [{"text": name if name in texts else None, "ids": ids} for name, ids in chosen.items()],
         "numbers": numbers,
     }
-
-
-def _numbers(lm: LanguageModel, ids: list[int], places: int, before: int) -> Iterator[Figures]:
-    """Those of one prompt, of its modules only while there is room after the prompts before it."""
-    if not before or (8 * lm.config.n_layer + 3) * (before + 1) <= MODULES:
-        yield from layer_figures(lm, ids)
-    count = min(places, len(ids))
-    yield from logit_figures(lm, ids, [len(ids) * n // count - 1 for n in range(1, count + 1)])
-    if len(ids) > 1:
-        yield {"loss": loss(lm, ids)}
-    for options in SETTINGS if len(ids) < lm.limits.n_positions else ():
-        yield drawn(lm, ids, {**options, "seed": 0} if "temperature" in options else options)
 
 
 def compare(lm: LanguageModel, record: Mapping[str, Any]) -> list[Check]:
@@ -90,8 +83,8 @@ def check(lm: LanguageModel, record: Mapping[str, Any] | str | os.PathLike[str])
     checks = compare(lm, record if isinstance(record, Mapping) else read(record))
     lines = [f"{sum(one.passed is False for one in checks)} of {len(checks)} recorded results are not kept:"]
     for one in (one for one in checks if one.passed is False):
-        figures = f"{one.difference:.1e} apart, {one.tolerance:.1e} allowed, " if one.tolerance else ""
-        lines.append(f"  {one.name}: {figures}{one.detail}")
+        far = f"{one.difference:.1e} apart, {one.tolerance:.1e} allowed, " if one.tolerance else ""
+        lines.append(f"  {one.name}: {far}{one.detail}")
     if len(lines) > 1 or not any(one.passed for one in checks):
         raise AssertionError("\n".join(lines))
 
@@ -134,8 +127,8 @@ def _compare_prompt(
     yield measured(lm, "recorded", f"logits of {shown(name)}", (worst, allowed, detail + cause))
     for recorded in (line["loss"] for line in lines if "loss" in line):
         own_loss = loss(lm, ids)
-        figures = (abs(own_loss - recorded), allowed, f"{own_loss:.6g}, recorded {recorded:.6g}")
-        yield measured(lm, "recorded", f"loss of {shown(name)}", figures)
+        outcome = (abs(own_loss - recorded), allowed, f"{own_loss:.6g}, recorded {recorded:.6g}")
+        yield measured(lm, "recorded", f"loss of {shown(name)}", outcome)
     for kind in ("greedy", "sampled"):
         new = [line for line in lines if "new" in line and ("seed" in line["options"]) == (kind == "sampled")]
         title = f"{kind} after {shown(name)}"
@@ -143,21 +136,4 @@ def _compare_prompt(
             why = f"drawn on {made['device']} in {made['dtype']}: other kinds of device and formats draw other ids"
             yield Check("recorded", title, None, why, dtype=format_of(lm), applies=False)
         elif new:
-            yield measured(lm, "recorded", title, _compare_new(lm, ids, new, 2 * allowed))
-
-
-def _compare_new(lm: LanguageModel, ids: list[int], lines: list[Figures], most: float) -> tuple[float, float, str]:
-    """New ids, up to the first near tie of each line: its margin, what is allowed, and the detail."""
-    worst = (0.0, most, f"{sum(len(line['new']) for line in lines)} tokens")
-    for line in lines:
-        options, theirs = line["options"], line["new"]
-        ours = drawn(lm, ids, options, len(theirs))["new"]
-        if (at := parting(ours, theirs)) is not None:
-            margin = line["margins"][at] if at < len(theirs) else math.inf
-            allowed = most / options.get("temperature", 1.0)
-            if worst[0] - worst[1] <= margin - allowed:
-                detail = (
-                    f"token {at + 1} is {ours[at : at + 1]}, not {theirs[at : at + 1]}, which was ahead by this much"
-                )
-                worst = (margin, allowed, f"{detail}, with {options}" if options else detail)
-    return worst
+            yield measured(lm, "recorded", title, apart_in_new(lm, ids, new, 2 * allowed))

@@ -12,7 +12,7 @@ from tiny import hf_model, save_hf
 
 import minigpt
 from minigpt.cli.main import main
-from minigpt.parity import record_file, recorded, reference, run
+from minigpt.parity import figures, record_file, reference, run
 from minigpt.parity.check import Check, row, shortfall
 
 GOOD = Check("transformers", "layers", True)
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reference, recorded):
+    for module in (reference, figures):
         monkeypatch.setattr(module, "SETTINGS", ({},))
 
 

@@ -28,7 +28,7 @@ from minigpt.cli.main import main
 from minigpt.decoding import sampling, sequence
 from minigpt.network import products
 from minigpt.network.linear import ACTIVATIONS
-from minigpt.parity import record_file, recorded, reference
+from minigpt.parity import figures, record_file, recorded, reference
 from minigpt.parity.check import Check
 
 Patch = pytest.MonkeyPatch
@@ -39,7 +39,7 @@ Record = dict[str, Any]
 def short() -> Iterator[None]:
     """A few ids are enough here: decoding has tests of its own."""
     with Patch.context() as patch:
-        patch.setattr(recorded, "SETTINGS", ({}, {"repetition_penalty": 1.3}, {"temperature": 1.0, "top_k": 20}))
+        patch.setattr(figures, "SETTINGS", ({}, {"repetition_penalty": 1.3}, {"temperature": 1.0, "top_k": 20}))
         yield
 
 
