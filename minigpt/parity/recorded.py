@@ -26,6 +26,7 @@ from minigpt.parity.figures import (
     Figures,
     apart_in_logits,
     apart_in_module,
+    apart_in_new,
     figures,
     layer_figures,
     logit_figures,
