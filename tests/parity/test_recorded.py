@@ -351,7 +351,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def as_a_user(folder: Path) -> tuple[int, str]:
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout
 
