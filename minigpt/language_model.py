@@ -16,8 +16,9 @@ from minigpt import prompts as given
 from minigpt.checks import integer, short_repr
 from minigpt.decoding.batch import in_order
 from minigpt.decoding.cuda_graph import graphs_of
+from minigpt.decoding.draft import source_of
 from minigpt.decoding.params import SamplingParams
-from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
+from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence, completed
 from minigpt.decoding.streams import Stream, Streams
 from minigpt.errors import PromptError, TokenizerError
 from minigpt.files.checkpoint import write_checkpoint
@@ -44,8 +45,8 @@ class LanguageModel:
     tokenizer: Tokenizer; None, or the TokenizerError that reading it raised: prompts are then token ids.
     end_ids: the model's own end ids; None: those of its config.
     defaults: what the checkpoint's generation_config.json sets. Nothing uses it unless you pass it as params.
-    config: GPT2Config.     device, dtype: where the weights are, and in what format.
-    limits: what decoding must know of the model.
+    draft: "lookup", "off", "int8" or a model, as in `load`.
+    config: GPT2Config.     device, dtype: of the weights.      limits: what decoding must know of the model.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class LanguageModel:
         end_ids: Collection[int] | None = None,
         *,
         defaults: SamplingParams | None = None,
+        draft: str | LanguageModel = "lookup",
     ) -> None:
         self.model, self.config, self.graphs = model.eval(), model.config, graphs_of(model)
         self.defaults, self._tokenizer = defaults or SamplingParams(), tokenizer
         self.limits = Limits.of(self.config, tokenizer if isinstance(tokenizer, Tokenizer) else None, end_ids)
+        self._draft, self._source = draft, source_of(draft, model, self.limits)
         self._without: dict[frozenset[tuple[int, int]], tuple[list[Any], list[Any], LanguageModel]] = {}
 
     def __repr__(self) -> str:
@@ -66,17 +69,16 @@ class LanguageModel:
         tokenizer = self.limits.tokenizer.origin if self.limits.tokenizer else "none"
         return f"LanguageModel({millions:.1f}M parameters, {self.device}, {dtype}, tokenizer: {tokenizer})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_without": {}}  # for copy and pickle: kept ablations are made again
+    def __getstate__(self) -> dict[str, Any]:  # for copy and pickle: kept ablations are made again
+        return {**vars(self), "_without": {}}
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises TokenizerError where the model has none."""
         if isinstance(self._tokenizer, Tokenizer):
             return self._tokenizer
-        raise self._tokenizer or TokenizerError(
-            "this model has no tokenizer: give token ids (on a command line: --ids)"
-        )
+        none = "this model has no tokenizer: give token ids (on a command line: --ids)"
+        raise self._tokenizer or TokenizerError(none)
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +90,11 @@ class LanguageModel:
         """The format of the weights in matrix products."""
         packed = self.model.output.packed
         return packed.dtype if packed else self.model.wte.weight.dtype
+
+    @property
+    def draft(self) -> str | LanguageModel:
+        """What guesses tokens, so that one pass verifies several: as in `load`."""
+        return self._draft
 
     def encode(self, text: Text, *, special: bool = False) -> list[int]:
         """The token ids of a text, or of a list, 1-D tensor or array of ids, each in the vocabulary.
@@ -147,7 +154,7 @@ class LanguageModel:
             pairs = iter(whole := list(pairs))
             slots = max(1, min(slots, sum(max(one.samples, one.num_beams) for _, one in whole)))
         rows = (row for prompt, one in pairs for row in given.samples(prompt, one, lm.limits))
-        return (_completed(result) for result in in_order(lm.model, rows, slots))
+        return map(completed, in_order(lm.model, rows, slots, lm._source))
 
     def generate_each(self, tasks: Iterable[Task], *, batch_size: int = BATCH_SIZE) -> Iterator[Completion | Failure]:
         """Continue prompts with parameters of their own, where one that fails must not stop the others.
@@ -158,7 +165,7 @@ class LanguageModel:
         """
         slots = integer("batch_size", batch_size, 1, 4096)
         rows = (row for row in given.sequences(tasks, self.encode, self.limits) if row is not None)
-        return in_order(self.model, rows, slots)
+        return in_order(self.model, rows, slots, self._source)
 
     def stream(
         self,
@@ -181,7 +188,7 @@ class LanguageModel:
         if not is_one_prompt(prompt) and len(prompt):
             raise PromptError("stream takes one prompt: use generate_many for several")
         checked = Prompt(lm.encode(prompt, special=special), params, lm.limits)
-        return Stream(lm.model, Sequence(checked, params, 0, lm.limits))
+        return Stream(lm.model, Sequence(checked, params, 0, lm.limits), lm._source)
 
     def stream_many(
         self,
@@ -200,7 +207,7 @@ class LanguageModel:
         base, slots = given.final(params, overrides), integer("batch_size", batch_size, 1, 4096)
         tasks = (given.as_task(one, base) for one in prompts)
         rows = given.sequences(tasks, partial(self.encode, special=special), self.limits)
-        return Streams(self.model, rows, slots)
+        return Streams(self.model, rows, slots, self._source)
 
     @overload
     def score(self, text: Text, **options: Unpack[ScoreCall]) -> Score: ...  # type: ignore[overload-overlap]
@@ -230,8 +237,8 @@ class LanguageModel:
         text, lm = listed(text), self.without(ablate)
         single = is_one_prompt(text) or not len(text)
         texts, contexts = ([text], None if context is None else [context]) if single else (text, context)
-        encode = partial(lm.encode, special=special)
         with undisturbed(lm.model):
+            encode = partial(lm.encode, special=special)
             scores = score_texts(lm.model, lm.limits, encode, texts, contexts, bos, stride, logprobs)
         return scores[0] if single else scores
 
@@ -257,16 +264,15 @@ class LanguageModel:
         state = [*map(id, [*modules, *weights]), *hooks, *counts]
         if (known := self._without.get(pairs)) is None or known[0] != state:
             model = heads.without_heads(self.model, pairs)
-            lm = LanguageModel(model, self._tokenizer, self.limits.end_ids, defaults=self.defaults)
+            lm = LanguageModel(model, self._tokenizer, self.limits.end_ids, defaults=self.defaults, draft="off")
+            lm._draft, lm._source = self._draft, self._source  # a draft may be of another model, here with all heads
             known = self._without[pairs] = (state, [modules, weights], lm)  # held, so that no id is used again
             if len(self._without) > 4:
                 self._without.pop(next(iter(self._without)), None)
         return known[2]
 
     def weights_changed(self) -> None:
-        """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code.
-
-        A model from `without` that you hold has its own call."""
+        """Say that weights were written to in a way that PyTorch does not count: through `.data`, numpy or C code."""
         forget(self.model)
         self._without.clear()
 
@@ -274,12 +280,6 @@ class LanguageModel:
         """Give back the memory that is only kept for speed: the last ablated models, CUDA graphs not in use."""
         self._without.clear()
         self.graphs.release()
-
-
-def _completed(result: Completion | Failure) -> Completion:
-    if isinstance(result, Failure):
-        raise result.error
-    return result
 
 
 def save(lm_or_model: LanguageModel | GPT2, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:

@@ -47,6 +47,9 @@ def run(args: argparse.Namespace) -> None:
         seeds = [str(completion.seed) for completion in completions if completion.seed is not None]
         if seeds:
             say(f"seed: {', '.join(seeds)}")
+        if passes := sum(completion.passes for completion in completions):
+            drawn = sum(len(completion.ids) - 1 for completion in completions)
+            say(f"draft: {args.draft}, {drawn / passes:.2f} tokens per pass of the model")
         say("finish reason: " + ", ".join(completion.finish_reason or "none" for completion in completions))
         say_machine(args, lm)
     if any(completion.finish_reason == "context" for completion in completions):

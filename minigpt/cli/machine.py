@@ -43,7 +43,7 @@ def load(args: argparse.Namespace) -> LanguageModel:
     torch.set_num_threads(args.threads or device.usable_cpus())
     started = time.perf_counter()
     places = {"device": args.device, "dtype": args.dtype, "revision": args.revision, "offline": args.offline}
-    lm = loading.load(args.model, progress=True, **places)
+    lm = loading.load(args.model, progress=True, draft=getattr(args, "draft", "off"), **places)
     args.load_seconds = time.perf_counter() - started
     return lm
 

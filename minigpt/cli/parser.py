@@ -129,7 +129,8 @@ def _add_generate(commands: Any) -> None:
     _add_ablate(group)
 
     _add_output(parser)
-    _add_machine(parser)
+    help = "guess tokens, to verify several at once: lookup (of repeated text), off, int8, or a smaller model [lookup]"
+    _add_machine(parser).add_argument("--draft", metavar="MODEL", default="lookup", help=help)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -167,12 +168,13 @@ def _add_score(commands: Any) -> None:
     _add_machine(parser)
 
 
-def _add_machine(parser: argparse.ArgumentParser) -> None:
+def _add_machine(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("machine")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
     help = "float32, float16; on a CPU also int8, on CUDA bfloat16 [float32]"
     group.add_argument("--dtype", default="float32", help=help)
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads [all CPUs that it may use]")
+    return group
 
 
 def _add_attention(commands: Any) -> None:

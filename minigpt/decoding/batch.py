@@ -7,28 +7,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
 
 from minigpt.decoding.cuda_rows import cache_for
+from minigpt.decoding.draft import Drafts, Source
 from minigpt.decoding.sequence import Completion, Drawn, Failure, Sequence, Step
 from minigpt.decoding.step import Steps
 from minigpt.errors import CheckpointError, MiniGPTError
+from minigpt.network.cache import KVCache
 from minigpt.network.model import GPT2, undisturbed
 
 Waiting = Iterator[Sequence | Failure | None]  # None: nothing yet
 Decoded = Generator[tuple[Sequence | Failure, Step | None], None, None]
 
 
-def decode(model: GPT2, waiting: Waiting, slots: int) -> Decoded:
+def decode(model: GPT2, waiting: Waiting, slots: int, source: Source = "off") -> Decoded:
     """Continue the sequences, at most `slots` at a time: each with the Step it has drawn, as soon as it is drawn.
 
     A sequence that fails comes with None, its `error` set; so do a Failure, and a sequence that is to draw nothing.
     Where nothing is in work and `waiting` gives None, it is asked again at once: let it wait a moment for more.
     """
-    batch, exhausted, row = Batch(model, slots), False, None
+    batch, exhausted, row = Batch(model, slots, source), False, None
     while batch.rows or not exhausted:
         while len(batch.rows) < slots and not exhausted:
             try:
@@ -50,19 +51,17 @@ def decode(model: GPT2, waiting: Waiting, slots: int) -> Decoded:
             batch.drop_finished()
             row = None
         if batch.rows:
-            for one, logits in zip(list(batch.rows), batch.step(), strict=True):
-                if not one.cancelled:
-                    yield one, batch.accept(one, logits)
+            yield from batch.step()
             batch.drop_finished()
 
 
 class Batch:
     """Sequences that are continued together, and the cache that they share."""
 
-    def __init__(self, model: GPT2, slots: int) -> None:
+    def __init__(self, model: GPT2, slots: int, source: Source) -> None:
         self.model, self.rows = model, list[Sequence]()
-        self.device, self.cache = model.wpe.weight.device, cache_for(model, slots)
-        self.steps = Steps(model)
+        self.device, self.cache = model.wpe.weight.device, cache_for(model, slots, graphs=isinstance(source, str))
+        self.steps, self.drafts = Steps(model), Drafts(model, source)
 
     def admit(self, row: Sequence) -> Tensor:
         """Fill the next slot of the cache, by prefill or from a sample of the same prompt: the logits after it, [V]."""
@@ -84,8 +83,8 @@ class Batch:
         hidden = self.model.hidden(torch.tensor([ids], device=self.device), self.cache.row(slot))  # (1, T, E)
         return self.model.head(hidden[0, -1])
 
-    def step(self) -> SequenceOf[Drawn | Tensor] | Tensor:
-        """Feed the last token of each row: the logits after it, [B,V], or what it draws."""
+    def step(self) -> Decoded:
+        """Feed the last token of each row, and its draft: each row with the Steps that it draws, None if that fails."""
         with undisturbed(self.model), torch.inference_mode():
             for slot, row in enumerate(self.rows):
                 if row.source is not None:  # a beam that another one has forked into
@@ -96,7 +95,23 @@ class Batch:
                     self.cache.cut(slot, 0)
                     if len(row.context) > 1:
                         self.prefill(slot, row.context[:-1])
-            return self.steps.draw(self.rows, self.cache)
+            before = list(self.cache.lengths)
+            plain = self.steps.look() and type(self.cache) is KVCache
+            drafts = self.drafts.propose(self.rows, self.cache.max_len - max(before) - 1 if plain else 0)
+            results = self.steps.draw(self.rows, self.cache, drafts)
+        for slot, (row, draft, drawn) in enumerate(zip(list(self.rows), drafts, results, strict=True)):
+            row.passes += 1
+            ids: list[int] = []
+            for result in drawn:
+                if row.over:
+                    break
+                step = self.accept(row, result)
+                yield row, step
+                ids += [step.id] if step else []
+                if step is None or ids != draft[: len(ids)]:
+                    break
+            self.drafts.count(row, ids)
+            self.cache.cut(slot, before[slot] + max(len(ids), 1))
 
     def accept(self, row: Sequence, logits: Tensor | Drawn) -> Step | None:
         """The row's draw, from logits [V]. Where they are not finite, its error names the weight at fault."""
@@ -117,7 +132,9 @@ class Batch:
                 self.rows.pop()
 
 
-def in_order(model: GPT2, sequences: Iterator[Sequence | Failure], slots: int) -> Iterator[Completion | Failure]:
+def in_order(
+    model: GPT2, sequences: Iterator[Sequence | Failure], slots: int, source: Source = "off"
+) -> Iterator[Completion | Failure]:
     """What becomes of the sequences, in the order in which they came. They are read as rows become free."""
     order: deque[Sequence | Failure] = deque()  # not given yet
 
@@ -135,7 +152,7 @@ def in_order(model: GPT2, sequences: Iterator[Sequence | Failure], slots: int) -
             order.append(row)
             yield row
 
-    for _ in decode(model, admitted(), slots):
+    for _ in decode(model, admitted(), slots, source):
         while order and order[0].finish_reason:
             done = order.popleft()
             if isinstance(done, Failure):

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sampling import process
-from minigpt.decoding.sequence import Limits, Prompt, Sequence, Step, TokenLogprob
+from minigpt.decoding.sequence import Drawn, Limits, Prompt, Sequence, Step, agreement
 from minigpt.errors import MiniGPTError, NoTokenError
 
 _NEVER = -1e9  # the score of no sequence, below those of all others
-Drawn = list[tuple[int, TokenLogprob | None]]  # ids, and what their Steps are to say of them
 
 
 class Beam(Sequence):
@@ -33,7 +32,7 @@ class Beam(Sequence):
 
     def __init__(self, search: Search, prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
         super().__init__(prompt, params, 0, limits)
-        self.search, self.drawn = search, Drawn()
+        self.search, self.drawn = search, list[Drawn]()
 
     def accept(self, logits: Tensor) -> Step | None:  # type: ignore[override]  # no graph draws for beams
         """Wait for the other beams' logits; with the last ones, all go a step further. Steps come at the end."""
@@ -61,7 +60,7 @@ class Search:
         self.logits: dict[Beam, Tensor] = {}  # [V] each, until all have come
         self.running = list(self.beams)  # by score [N]: of beams that are all the same at first, one counts
         self.scores = NEVER.index_fill(0, torch.zeros(1, dtype=torch.int64, device="cpu"), 0)
-        self.found: list[Drawn | None] = [None] * N  # what is complete, by score [N]
+        self.found: list[list[Drawn] | None] = [None] * N  # what is complete, by score [N]
         self.best, self.complete = NEVER, NEVER > 0
         self.generator: torch.Generator | None = None
 
@@ -99,11 +98,10 @@ class Search:
         if self.params.temperature > 0:
             self.generator = self.generator or torch.Generator(rows.device).manual_seed(self.beams[0].seed or 0)
             drawn = torch.multinomial(scores.softmax(-1), K, generator=self.generator)
-            best, order = scores[drawn].sort(descending=True)
-            drawn = drawn[order]
+            drawn = drawn[scores[drawn].argsort(descending=True)]
         else:
-            best, drawn = scores.topk(K)
-        return best.cpu(), [(self.running[i // rows.shape[1]], i % rows.shape[1]) for i in drawn.tolist()]
+            drawn = scores.topk(K).indices
+        return scores[drawn].cpu(), [(self.running[i // rows.shape[1]], i % rows.shape[1]) for i in drawn.tolist()]
 
     def log_probabilities(self, beam: Beam) -> Tensor:
         """Of every token after a beam, [V], changed by the processors, which see no logits here."""
@@ -122,22 +120,19 @@ class Search:
         text = tokenizer.decode([id for id, _ in beam.drawn[-length:]] + [id])
         return any(stop in text for stop in stops)
 
-    def grown(self, beam: Beam, id: int) -> Drawn:
+    def grown(self, beam: Beam, id: int) -> list[Drawn]:
         """A beam's tokens with one more."""
         return [*beam.drawn, (id, beam.logprob(self.logits[beam], id))]
 
     def go_on(self, chosen: list[tuple[Beam, int]]) -> None:
-        """Give each chosen continuation a beam: the one that it is of or, where another has that, one given up.
-
-        Hence no beam is read from and written to. The cache copies what the two do not share.
-        """
+        """Give each continuation a beam: its own or, where another has it, one given up. The cache copies the rest."""
         grown = [self.grown(beam, id) for beam, id in chosen]
         spare = [beam for beam in self.beams if all(beam is not source for source, _ in chosen)]
         self.running = []
         for source, _ in chosen:
             beam = spare.pop() if source in self.running else source
             if beam is not source:
-                beam.source, beam.shared = source, _shared(beam.history, source.history)
+                beam.source, beam.shared = source, agreement(beam.history, source.history)
             self.running.append(beam)
         for beam, drawn in zip(self.running, grown, strict=True):
             beam.drawn, beam.history = drawn, [*self.prompt.ids, *(id for id, _ in drawn)]
@@ -153,8 +148,3 @@ class Search:
             if not beam.steps:
                 beam.error = NoTokenError("no token is left to draw: the parameters leave fewer sequences than samples")
             beam.finish_reason = "error" if beam.error else beam.finish_reason or "stop"
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """How many ids two lists of the same length begin with alike."""
-    return next((i for i in range(len(a)) if a[i] != b[i]), len(a))

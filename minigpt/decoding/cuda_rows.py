@@ -18,10 +18,11 @@ from minigpt.network.cache import KVCache
 from minigpt.network.model import GPT2
 
 
-def cache_for(model: GPT2, slots: int) -> KVCache:
+def cache_for(model: GPT2, slots: int, graphs: bool = True) -> KVCache:
     """The cache for a call of so many rows, none in use yet."""
     weight = model.wpe.weight  # its dtype is that of the activations
-    if weight.is_cuda and slots <= MOST_ROWS and weight.device not in graphs_of(model).failed and not refused():
+    able = graphs and weight.is_cuda and slots <= MOST_ROWS and not refused()
+    if able and weight.device not in graphs_of(model).failed:
         return Slots(model, slots)
     return KVCache(model.config, slots, 1, device=weight.device, dtype=weight.dtype, rows=0)
 

@@ -54,6 +54,7 @@ class Completion:
         (max_seconds); on one token the earlier in this list wins. None while a Stream is still running.
     logprobs: one TokenLogprob per id, or None.      seed: of the sampling; None for greedy without one.
     score: of a beam search, the log-probability / len(ids) ** length_penalty; else None.
+    passes: of the model, after the prompt's: fewer than ids where drafts were right.
     """
 
     text: str
@@ -63,6 +64,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None
     seed: int | None
     score: float | None = None
+    passes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ class Failure:
     error: MiniGPTError | ValueError
     started: bool = False
     finish_reason = "error"  # as in Sequence: there is nothing left to do
+
+
+def completed(result: Completion | Failure) -> Completion:
+    """The Completion. Raises the error of a Failure."""
+    if isinstance(result, Failure):
+        raise result.error
+    return result
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,12 @@ class Limits:
         bos_id = bos if bos is not None and 0 <= bos < V else None
         missing = () if tokenizer is None else tuple(id for id in range(V) if id not in tokenizer)
         return cls(config.n_positions, V, bos_id, tuple(id for id in ends if 0 <= id < V), missing, tokenizer)
+
+
+def agreement(a: SequenceOf[int], b: SequenceOf[int]) -> int:
+    """How many ids both begin with."""
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
 
 
 class Prompt:
@@ -127,6 +142,7 @@ class Sequence:
     source: Sequence | None = None  # the beam whose tokens it has taken over, those after the first `shared`
     shared = 0
     score: float | None = None
+    passes = 0
 
     def __init__(self, prompt: Prompt, params: SamplingParams, sample: int, limits: Limits) -> None:
         self.prompt, self.params, self.limits = prompt, params, limits
@@ -229,4 +245,5 @@ class Sequence:
             logprobs=None if self.params.logprobs is None else [step.logprob for step in self.steps if step.logprob],
             seed=self.seed,
             score=self.score,
+            passes=self.passes,
         )

@@ -7,6 +7,7 @@ takes weights and products out of them once, and is made of model.py's functions
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import Any
 
@@ -33,26 +34,32 @@ class Steps:
         self.model = model
         self.state: list[int] | None = None  # while it stays, `step` is right
 
+    def look(self) -> bool:
+        """Look at the model, before each step: whether the step is bound to it, and runs no hook."""
+        if self.state is None or self.state != self._state():
+            self._bind()
+        return self.step is not None
+
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Token ids [B,T] -> logits [B,T,V], which the next step may overwrite; the cache moves on."""
-        self._look()
+        self.look()
         return self._logits(ids, cache)
 
-    def draw(self, rows: list[Sequence], cache: KVCache) -> list[Drawn | Tensor] | Tensor:
-        """Feed each row's last token: the logits [B,V]; or what the rows draw, by a CUDA graph, where there is one."""
-        self._look()
-        drawn = cache.draw(self.step, rows) if isinstance(cache, Slots) else None
-        if drawn is not None:
-            return drawn
-        last = torch.tensor([row.history[-1:] for row in rows], device=cache.keys.device)  # (B, 1)
-        return self._logits(last, cache)[:, -1]
+    def draw(
+        self, rows: list[Sequence], cache: KVCache, drafts: SequenceOf[list[int]]
+    ) -> SequenceOf[SequenceOf[Drawn | Tensor] | Tensor] | Tensor:
+        """Feed each row's last token and its draft, after `look`: the logits [B,T,V], of the longest draft.
+
+        Or what CUDA graphs draw after the last tokens, one each.
+        """
+        if isinstance(cache, Slots) and (drawn := cache.draw(self.step, rows)) is not None:
+            return [[one] for one in drawn]
+        ids = [[row.history[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
+        T = max(map(len, ids))
+        return self._logits(torch.tensor([one + [0] * (T - len(one)) for one in ids], device=cache.keys.device), cache)
 
     def _logits(self, ids: Tensor, cache: KVCache) -> Tensor:
         return self.step(ids, cache) if self.step else self.model.head(self.model.hidden(ids, cache))
-
-    def _look(self) -> None:
-        if self.state is None or self.state != self._state():
-            self._bind()
 
     def _bind(self) -> None:
         each = ((at._parameters, at._buffers, at._modules) for at in self.model.modules())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from minigpt.decoding.batch import decode
+from minigpt.decoding.draft import Source
 from minigpt.decoding.sequence import Completion, Failure, Sequence, Step
 from minigpt.network.model import GPT2
 
@@ -16,9 +17,9 @@ class Stream(Iterator[Step]):
     The iterator raises the error that ends the sequence; `completion` stays what was drawn until then.
     """
 
-    def __init__(self, model: GPT2, sequence: Sequence) -> None:
+    def __init__(self, model: GPT2, sequence: Sequence, source: Source = "off") -> None:
         self._sequence = sequence
-        self._drawn = decode(model, iter([sequence]), 1)
+        self._drawn = decode(model, iter([sequence]), 1, source)
 
     @property
     def completion(self) -> Completion:
@@ -52,11 +53,13 @@ class Streams(Iterator[tuple[int, Step | Failure]]):
     Rows are numbered from 0 in the order of the input, each sample of a prompt and each unusable prompt one row.
     """
 
-    def __init__(self, model: GPT2, rows: Iterator[Sequence | Failure | None], slots: int) -> None:
+    def __init__(
+        self, model: GPT2, rows: Iterator[Sequence | Failure | None], slots: int, source: Source = "off"
+    ) -> None:
         self._running: dict[int, tuple[int, Sequence | Failure]] = {}  # by id()
         self._count = 0  # rows read so far
         self._early: set[int] = set()  # rows closed before they were read
-        self._drawn = decode(model, self._numbered(rows), slots)
+        self._drawn = decode(model, self._numbered(rows), slots, source)
 
     def _numbered(self, rows: Iterator[Sequence | Failure | None]) -> Iterator[Sequence | Failure | None]:
         for row in rows:

@@ -6,10 +6,9 @@ token at position p attends to each position q <= p; it sums to 1.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from minigpt import scoring
 from minigpt.errors import CheckpointError, PromptError
 from minigpt.network.config import GPT2Config
-from minigpt.network.linear import Linear
+from minigpt.network.linear import Linear, sharing
 from minigpt.network.model import GPT2, Record, undisturbed
 from minigpt.network.products import Packed
 
@@ -43,7 +42,10 @@ def without_heads(model: GPT2, heads: Iterable[Head]) -> GPT2:
     change within a shared weight is seen in both. It has the hooks that `model` has now.
     Raises ValueError where a head does not exist, or a method or W_O was replaced.
     """
-    ablated: GPT2 = _sharing(model)
+    try:
+        ablated: GPT2 = sharing(model)
+    except ValueError as error:
+        raise ValueError(f"no head can be switched off: {error}") from None
     for layer, head in heads:
         if not (0 <= layer < model.config.n_layer and 0 <= head < model.config.n_head):
             raise ValueError(f"the model has no head {layer}.{head}")
@@ -56,18 +58,6 @@ def without_heads(model: GPT2, heads: Iterable[Head]) -> GPT2:
                 W_O.packed = Packed(W_O.packed.dtype) if W_O.packed else None
             W_O.weight.view(len(W_O.weight), model.config.n_head, -1)[:, head] = 0  # (E, H*D) -> (E, H, D)
     return ablated
-
-
-def _sharing(module: Any) -> Any:
-    """A copy of the module and of those in it, with the same tensors, products and hooks."""
-    replaced = [name for name in vars(module) if callable(getattr(type(module), name, None))]
-    if replaced:  # it may be bound to the original, and so to the original's W_O
-        raise ValueError(f"no head can be switched off: {type(module).__name__}.{replaced[0]} was replaced")
-    shared = copy.copy(module)
-    vars(shared).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
-    for name, child in module.named_children():
-        shared.add_module(name, _sharing(child))
-    return shared
 
 
 def _batch(model: GPT2, ids: Sequence[int], least: int, too_few: str) -> Tensor:

@@ -96,11 +96,11 @@ class KVCache:
         self.lengths.append(0)
         return len(self.lengths) - 1
 
-    def row(self, index: int) -> KVCache:
-        """Row `index` emptied, as a cache of its own on the same memory, to prefill it while others wait."""
+    def row(self, index: int, length: int = 0) -> KVCache:
+        """Row `index` cut to `length` tokens, to fill it while others wait: a cache in the same memory."""
         view = copy.copy(self)
         view.keys, view.values = self.keys[:, index : index + 1], self.values[:, index : index + 1]
-        view._whole, view.lengths, self.lengths[index] = (self, index), [0], 0
+        view._whole, view.lengths, self.lengths[index] = (self, index), [length], length
         return view
 
     def cut(self, row: int, length: int) -> None:

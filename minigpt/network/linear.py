@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -73,3 +74,18 @@ def taken(layer: Any) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
     product = product_of(weight, layer.packed)
     return lambda x: product(x, bias)
+
+
+def sharing(module: Any) -> Any:
+    """A copy of the module and of those in it, with the same tensors, products and hooks.
+
+    Raises ValueError where a method was replaced: it may be bound to the original, and so to its weights.
+    """
+    replaced = [name for name in vars(module) if callable(getattr(type(module), name, None))]
+    if replaced:
+        raise ValueError(f"{type(module).__name__}.{replaced[0]} was replaced")
+    shared = copy.copy(module)
+    vars(shared).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
+    for name, child in module.named_children():
+        shared.add_module(name, sharing(child))
+    return shared

@@ -230,6 +230,12 @@ class Packed:
     def __reduce__(self) -> Any:
         return Packed, (self.dtype,)  # for copy and pickle: packed memory cannot be copied, but made again
 
+    def beside(self, dtype: torch.dtype) -> Packed:
+        """The same weight in another format."""
+        other = Packed(dtype)
+        other._stored = self._stored
+        return other
+
     def of(self, weight: Tensor) -> Product:
         """The product with this weight."""
         if learns(weight):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minigpt import scoring
+from minigpt.checks import short_repr
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sampling import process
 from minigpt.interpret.heads import without_heads
@@ -97,6 +98,18 @@ def _greedy(lm: LanguageModel, entry: Entry) -> Outcome:
         ties.append(f"token {done + 1} is {_name(lm, ours)}, published {_name(lm, ids[done])}")
         done += 1
     return worst, tolerance, f"{len(ids)} tokens, {ties[-1]}" if ties else f"{len(ids)} of {len(ids)} tokens"
+
+
+def _beam_search(lm: LanguageModel, entry: Entry) -> Outcome:
+    """The best sequence's score against the published one's; where the ids differ, against what those score here."""
+    prompt, ids = entry["prompt_ids"], entry["ids"]
+    best = lm.generate(prompt, max_new_tokens=len(ids), **entry["options"])
+    score, published = best.score or -math.inf, entry.get("score")
+    if best.ids != ids or published is None:
+        published = math.fsum(scoring.log_probabilities(lm.model, prompt + ids)[len(prompt) - 1 :]) / len(ids)
+    same = "the published ids" if best.ids == ids else f"ids {short_repr(best.ids)}, not the published ones"
+    detail = f"{same}, score {score:.4f} beside {published:.4f}"
+    return abs(score - published), entry["tolerance"] + _slack(lm) * abs(published), detail
 
 
 def _name(lm: LanguageModel, id: int) -> str:
@@ -247,6 +260,7 @@ def _exact_gelu(lm: LanguageModel, entry: Entry) -> Outcome:
 KINDS: dict[str, Callable[[LanguageModel, Entry], Outcome]] = {
     "greedy": _greedy,
     "argmax": _argmax,
+    "beam search": _beam_search,
     "logits": _last_logits(lambda logits, ids: logits[ids], "logit"),
     "logits minus their mean": _last_logits(lambda logits, ids: (logits - logits.mean())[ids], "difference"),
     "logit difference": _last_logits(lambda logits, ids: logits[ids[:1]] - logits[ids[1:]], "difference"),

@@ -79,6 +79,10 @@ class Tokenizer:
         """{text: id} of the tokens that need special=True."""
         return {text: token.id for text, token in self._added.items() if token.special}
 
+    def same_as(self, other: Tokenizer) -> bool:
+        """Whether both have the same tokens."""
+        return self._bytes == other._bytes
+
     def __contains__(self, id: object) -> bool:
         return id in self._bytes
 

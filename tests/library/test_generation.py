@@ -360,7 +360,8 @@ def test_each_token_is_computed_once_and_memory_is_what_the_cache_needs(
 
     monkeypatch.setattr(minigpt.KVCache, "update", count_update)
     monkeypatch.setattr(GPT2, "head", count_head)
-    lm.generate([[5] * 50, [7] * 20], max_new_tokens=30, stop_ids=())
+    plain = LanguageModel(lm.model, draft="off")
+    plain.generate([[5] * 50, [7] * 20], max_new_tokens=30, stop_ids=())
     assert sum(computed) == 3 * (50 + 20 + 2 * 29)  # in 3 blocks; the last drawn token is never fed
     assert projected == [1, 1]  # of each prompt the last position alone; steps have nothing else
     [(_, size)] = caches
