@@ -1,38 +1,76 @@
-"""`minigpt parity`: a model's numbers against those published for it, and against transformers."""
+"""`minigpt parity`: a model's numbers against those published for it, a record, and transformers."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from minigpt.checks import without_surrogates
-from minigpt.errors import MiniGPTError
+from minigpt.cli.prompt import read_text
+from minigpt.errors import MiniGPTError, PromptError
+from minigpt.lines import Line, numbered, read, source
 
 
 def run(args: argparse.Namespace) -> None:
+    dtypes = args.dtype or ["float32"]
+    if args.record is not None and (len(dtypes) > 1 or args.strict or args.require or args.json):
+        raise ValueError("--record compares nothing: it takes one --dtype, and no --strict, --require or --json")
+    if args.record is not None and Path(args.record).exists():
+        raise MiniGPTError(f"{args.record} is there already: compare with --against, or remove it")
+    if "recorded" in args.require and args.against is None:
+        raise ValueError("--require recorded needs --against FILE")
     import torch
 
     from minigpt.network.device import usable_cpus
-    from minigpt.parity.check import Check, row, to_json
+    from minigpt.parity import record_file
+    from minigpt.parity.check import Check, row, shortfall, to_json
+    from minigpt.parity.run import make_record
     from minigpt.parity.run import run as compare
 
     torch.set_num_threads(usable_cpus())
-    prompts = [without_surrogates(text) for text in args.prompt]
+    prompts = [without_surrogates(text) for text in args.prompt] + [read_text(name) for name in args.file]
+    prompts += [prompt for name in args.input for prompt in _prompts(name)]
     places = {"device": args.device, "revision": args.revision, "offline": args.offline, "progress": True}
+    if args.record is not None:
+        made = make_record(args.model, prompts=prompts, dtype=dtypes[0], **places)
+        size = record_file.write(args.record, made)
+        print(f"{args.record}: {len(made['numbers'])} results of {len(made['prompts'])} prompts, {size:,} bytes")
+        return
+    against = record_file.read(args.against) if args.against is not None else None
     done: list[Check] = []
     if not args.json:
         print(f"parity of {args.model}, torch {torch.__version__}")
-    for check in compare(args.model, prompts=prompts, dtypes=args.dtype or ["float32"], **places):
+    for check in compare(args.model, prompts=prompts, dtypes=dtypes, against=against, **places):
         if not args.json:
             print(row(check, done[-1] if done else None), flush=True)
         done.append(check)
-    passed, failed, skipped = (sum(check.passed is kind for check in done) for kind in (True, False, None))
+    problem = shortfall(done, args.strict, args.require)
+    counts = {"passed": sum(check.passed is True for check in done)}
+    counts["failed"] = sum(check.passed is False for check in done)
+    counts["skipped"] = sum(check.passed is None and check.applies for check in done)
+    counts["not applicable"] = len(done) - sum(counts.values())
     if args.json:
-        record = {"model": args.model, "torch": torch.__version__, "passed": passed, "failed": failed}
-        print(json.dumps({**record, "skipped": skipped, "checks": [to_json(check) for check in done]}), flush=True)
+        record = {"model": args.model, "torch": torch.__version__, **counts, "problem": problem or None}
+        print(json.dumps({**record, "checks": [to_json(check) for check in done]}), flush=True)
     else:
-        print(f"\n{passed} passed, {failed} failed, {skipped} skipped")
-    if failed:
-        names = [check.name for check in done if check.passed is False]
-        more = f" and {failed - 3} more" if failed > 3 else ""
-        raise MiniGPTError(f"parity fails for {args.model}: {'; '.join(names[:3])}{more}")
+        print("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    if problem:
+        raise MiniGPTError(f"parity of {args.model} {problem}")
+
+
+def _prompts(name: str) -> list[Any]:
+    """The texts and lists of ids of a file of JSON lines."""
+
+    def use(line: Line, values: dict[str, Any]) -> Line:
+        text, ids = values.get("prompt", ""), values.get("ids")
+        if not isinstance(text, str) or bool(text) == isinstance(ids, list) or line.special:
+            raise ValueError("give one of prompt (a text) and ids (a list of token ids); special tokens as ids")
+        return replace(line, prompt=text if ids is None else ids)
+
+    lines = [read(number, data, ("prompt", "ids"), use) for number, data in numbered(source(name))]
+    if bad := next((line for line in lines if line.error), None):
+        raise PromptError(f"{name}, line {bad.number}: {bad.error}")
+    return [line.prompt for line in lines]

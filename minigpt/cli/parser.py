@@ -171,10 +171,23 @@ def _add_parity(commands: Any) -> None:
     group = parser.add_argument_group("comparison")
     help = "compare on this text too (repeatable)"
     group.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help=help)
+    help = "and on the text of this UTF-8 file (repeatable)"
+    group.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help=help)
+    help = 'and on each line of this file, {"prompt": "Once"} or {"ids": [7454]} (repeatable)'
+    group.add_argument("--input", action="append", default=[], metavar="FILE", help=help)
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
     help = "one or several formats, each checked: float32, float16; on a CPU int8, on CUDA bfloat16 [float32]"
     group.add_argument("--dtype", nargs="+", action="extend", help=help)
     group.add_argument("--json", action="store_true", help="one JSON object with every check")
+    group = parser.add_argument_group("a record of the model's numbers")
+    kind = group.add_mutually_exclusive_group()
+    help = "compare nothing, but write this file: what the model gives on the prompts, as numbers (JSON)"
+    kind.add_argument("--record", metavar="FILE", help=help)
+    kind.add_argument("--against", metavar="FILE", help="compare with such a file too, made by any device or engine")
+    group = parser.add_argument_group("what is enough (besides no failure) [one comparison with others' numbers]")
+    group.add_argument("--strict", action="store_true", help="every comparison that applies to this model")
+    kinds = ("transformers", "published", "recorded")
+    group.add_argument("--require", nargs="+", action="extend", default=[], choices=kinds, help="this one")
 
 
 def _when(text: str) -> bool | str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,19 +16,23 @@ from minigpt.language_model import LanguageModel
 # float32: fractions of the logits' spread, of a vector's length, and of 1. Measured on random weights in GPT-2's 124M
 # layout, with a standard deviation (0.1) that makes rounding grow from block to block: 1.6e-5, 2.5e-5, 6.4e-5; a third
 # of that with products.Plain, whose rounding is that of transformers.
-LOGITS, VECTORS, ATTENTION = 4e-5, 1e-4, 1e-4
+TOLERANCES = {"logits": 4e-5, "layers": 1e-4, "attention": 1e-4}
 # All three in other formats. Measured likewise, on the CPU, with 0.05: float16 4.3e-3, bfloat16 2.7e-2, int8 7.6e-2.
 LOOSE = {"float16": 6e-3, "bfloat16": 6e-2, "int8": 0.12}
-_HEADINGS = {"file": "the file", "tokenizer": "tokenizer vectors", "published": "published numbers"}
+_HEADINGS = {"file": "the file", "tokenizer": "the tokenizer", "published": "published numbers"}
+_HEADINGS |= {"recorded": "recorded numbers", "transformers": "compared with transformers in float32"}
+# The groups that compare the model's numbers with others.
+PROOFS = {"transformers": "transformers", "published": "published numbers", "recorded": "recorded numbers"}
 
 
 @dataclass(frozen=True)
 class Check:
     """One comparison.
 
-    group: "file", "published", "tokenizer" or "transformers".      name: which of them.
+    group: "file", "published", "tokenizer", "recorded" or "transformers".      name: which of them.
     dtype: the format that the model ran in; None where no model ran.
-    passed: None where it was skipped; `detail` then has the reason.
+    passed: None where nothing was compared; `detail` then has the reason.
+    applies: False where nothing is to be compared with this model; with True, passed None says that it failed to be.
     difference, tolerance: how far off it is, and may be; None where that is no number.
     layers: the difference in each block, where it was measured per block.
     source: who published the number.
@@ -41,19 +47,39 @@ class Check:
     dtype: str | None = None
     layers: list[float] | None = None
     source: str | None = None
+    applies: bool = True
+
+
+def shortfall(checks: Sequence[Check], strict: bool = False, require: Collection[str] = ()) -> str:
+    """What keeps the checks from being a proof, in words: those that failed, and what was not compared; else "".
+
+    strict: whatever applies must have been compared.       require: groups of PROOFS that must have been.
+    Without either, one of PROOFS must have been.
+    """
+    failed = [check.name for check in checks if check.passed is False]
+    compared = {check.group for check in checks if check.passed is not None}
+    wanted = set(require) if compared & PROOFS.keys() else PROOFS.keys()
+    reasons = {check.group: check.detail for check in checks if check.passed is None}
+    missing = [group for group in PROOFS if group in wanted - compared]
+    lost = [f"with {PROOFS[group]} ({reasons.get(group, 'none given')})" for group in missing]
+    for check in checks if strict else ():
+        if check.passed is None and check.applies and check.group not in missing:
+            lost.append(f"{check.group}: {check.name} ({check.detail})")
+    more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
+    parts = [f"fails: {'; '.join(failed[:3])}{more}"] if failed else []
+    return "; ".join(parts + ([f"not compared: {', '.join(lost)}"] if lost else []))
 
 
 def row(check: Check, previous: Check | None = None) -> str:
     """The check as a line of a table, after a heading where its group or format is another than the previous one's."""
-    status = {True: "pass", False: "FAIL", None: "skip"}[check.passed]
+    status = {True: "pass", False: "FAIL", None: "skip" if check.applies else "n/a "}[check.passed]
     figures = [f"{value:.1e}" if value is not None else "" for value in (check.difference, check.tolerance)]
-    width = 62 if check.group == "transformers" else 28
+    width = 62 if check.group in ("transformers", "recorded") else 28
     allowed = f"{'>' if check.passed is False else '<='} {figures[1]}" if figures[1] else ""
     line = f"  {status}  {check.name:<{width}} {figures[0]:>8} {allowed:>10}  {check.detail}".rstrip()
     if previous and (check.group, check.dtype) == (previous.group, previous.dtype):
         return line
-    heading = _HEADINGS.get(check.group, "compared with transformers in float32")
-    return f"\n{heading}{f', {check.dtype}' if check.dtype else ''}\n{line}"
+    return f"\n{_HEADINGS[check.group]}{f', {check.dtype}' if check.dtype else ''}\n{line}"
 
 
 def to_json(check: Check) -> dict[str, Any]:
@@ -65,6 +91,26 @@ def to_json(check: Check) -> dict[str, Any]:
 def format_of(lm: LanguageModel) -> str:
     """The format that the model runs in: "float32", ..."""
     return str(lm.dtype).removeprefix("torch.")
+
+
+def tolerance(lm: LanguageModel, kind: str, recorded: float = 0.0) -> float:
+    """Of a kind of TOLERANCES in the model's format; never less than that of the numbers it is compared with."""
+    return max(recorded, LOOSE.get(format_of(lm), 0.0 if recorded else TOLERANCES[kind]))
+
+
+def shown(name: str) -> str:
+    """A prompt's name, short enough for a line."""
+    return repr(name if len(name) <= 32 else name[:29] + "...")
+
+
+def parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Where two lists of ids part; None where they are equal."""
+    return next((at for at, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
+
+
+def one_line(error: Exception) -> str:
+    """An error's message, in one line."""
+    return " ".join(str(error).split())[:200]
 
 
 def measured(lm: LanguageModel, group: str, name: str, figures: tuple[float, float, str], **more: Any) -> Check:

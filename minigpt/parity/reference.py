@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,8 @@ from minigpt.decoding.sampling import process
 from minigpt.errors import PromptError
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import Record
-from minigpt.parity.check import ATTENTION, LOGITS, LOOSE, VECTORS, Check, allowed_error, format_of, measured, spread
+from minigpt.parity.check import Check, allowed_error, format_of, measured, one_line, parting, shown, spread, tolerance
+from minigpt.prompts import Text
 
 PROMPTS = ("The meaning of life is", "def fibonacci(n):\n    if n < 2:\n", "Ünïcödé: 東京 🙂, don't   stop")
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -34,10 +35,10 @@ SHORT = 64  # tokens up to which every layer's output is compared: the memory fo
 Prompts = dict[str, list[int]]  # token ids by a name to show
 
 
-def choose_prompts(lm: LanguageModel, texts: Sequence[str] = ()) -> Prompts:
-    """The built-in prompts (random ids where there is no tokenizer), cut to the context, then `texts`.
+def choose_prompts(lm: LanguageModel, given: Sequence[Text] = ()) -> Prompts:
+    """The built-in prompts (random ids where there is no tokenizer), cut to the context, then those given.
 
-    Raises PromptError for a text that is empty or does not fit the context.
+    Raises PromptError for one that is empty or does not fit the context, and as `encode` does.
     """
     size, generator = lm.limits.n_positions, torch.Generator("cpu").manual_seed(0)
     known = sorted(set(range(lm.limits.vocab_size)) - set(lm.limits.undecodable_ids))
@@ -52,38 +53,48 @@ def choose_prompts(lm: LanguageModel, texts: Sequence[str] = ()) -> Prompts:
         lengths = sorted({max(1, size * part // 100) for part in (5, 30, 60)})
         chosen = {f"{length} random ids": random(min(length, SHORT)) for length in lengths}
     chosen[f"the whole context, {size} random ids"] = random(size)
-    for text in texts:
-        ids = lm.encode(text)
+    for prompt in given:
+        ids, name = lm.encode(prompt), prompt if isinstance(prompt, str) else f"the ids {list(prompt)}"
         if not 0 < len(ids) <= size:
             wanted = f"1 to {size} tokens, the model's context"
-            raise PromptError(f"a prompt for parity has {wanted}, but {text[:50]!r} has {len(ids)}")
-        chosen[text] = ids
+            raise PromptError(f"a prompt for parity has {wanted}, but {name[:50]!r} has {len(ids)}")
+        chosen[name] = ids
     return chosen
+
+
+@contextmanager
+def quietly() -> Iterator[Any]:
+    """transformers, with neither log nor bars. Raises ImportError with a sentence for the user."""
+    try:
+        transformers: Any = import_module("transformers")
+        log, _ = transformers.logging, transformers.GPT2LMHeadModel  # which imports much more
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            raise ImportError("transformers is not installed (pip install transformers)") from None
+        raise ImportError(f"transformers cannot be imported: {one_line(error)}") from None
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield transformers
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()
 
 
 def load_reference(folder: Path, lm: LanguageModel) -> Any:
     """The model in `folder` as transformers loads it, in float32 on lm's device; or a skipped Check that says why."""
     skipped = partial(Check, "transformers", "all", None)
-    try:
-        transformers: Any = import_module("transformers")
-        model_class, log = transformers.GPT2LMHeadModel, transformers.logging  # imports much more
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
-            return skipped("transformers is not installed (pip install transformers)")
-        return skipped(f"transformers cannot be imported: {_line(error)}")
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
     options = {"local_files_only": True, "output_loading_info": True, "use_safetensors": True}  # never a pickle
     try:
-        with torch.device("cpu"):  # whatever the host program's default is
-            model, info = model_class.from_pretrained(folder, attn_implementation="eager", **options)
+        with quietly() as transformers, torch.device("cpu"):  # whatever the host program's default is
+            load = transformers.GPT2LMHeadModel.from_pretrained
+            model, info = load(folder, attn_implementation="eager", **options)
+    except ImportError as error:
+        return skipped(one_line(error))
     except Exception as error:  # whatever transformers does not read, minigpt has no reference for
-        return skipped(f"transformers cannot load the model: {_line(error)}")
-    finally:
-        log.set_verbosity(level)
-        if bars:
-            log.enable_progress_bar()
+        return skipped(f"transformers cannot load the model: {one_line(error)}")
     missing = sorted(set(info["missing_keys"]) - {"lm_head.weight"})  # which is wte, where it is not stored
     if missing:  # names that minigpt knows and transformers does not: it would go on with random weights
         return skipped(f"transformers does not find {missing[0]} and others in the model")
@@ -91,10 +102,6 @@ def load_reference(folder: Path, lm: LanguageModel) -> Any:
     ends = list(lm.limits.end_ids) or None
     model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=0)
     return model.float().to(lm.device).eval()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def compare(lm: LanguageModel, reference: Any, prompts: Prompts) -> Iterator[Check]:
@@ -113,18 +120,10 @@ def compare(lm: LanguageModel, reference: Any, prompts: Prompts) -> Iterator[Che
         yield compare_ids(lm, reference, room, setting)
 
 
-def _largest(values: Iterable[float]) -> float:
-    """The largest; NaN where one is, which max() may pass over."""
-    found = list(values)
+def largest(values: Iterable[float]) -> float:
+    """The largest; NaN where one is, which max() may pass over; 0 of none."""
+    found = [0.0, *values]
     return max(found) if not any(map(math.isnan, found)) else math.nan
-
-
-def _shown(name: str) -> str:
-    return repr(name if len(name) <= 32 else name[:29] + "...")
-
-
-def _tolerance(lm: LanguageModel, float32: float) -> float:
-    return LOOSE.get(format_of(lm), float32)
 
 
 @torch.inference_mode()
@@ -133,43 +132,47 @@ def _compare_logits(lm: LanguageModel, reference: Any, name: str, ids: list[int]
     batch = torch.tensor([ids], device=lm.device)
     ours = lm.model.hidden(batch)[0]
     theirs: Tensor = reference.transformer(batch).last_hidden_state[0]
-    largest, total, scale, allowed = 0.0, 0.0, 0.0, 0.0
+    worst, total, scale, allowed = 0.0, 0.0, 0.0, 0.0
     for rows, wanted in zip(torch.split(ours, 64), torch.split(theirs, 64), strict=True):
         logits = reference.lm_head(wanted)
         difference = (lm.model.head(rows).float() - logits).abs()
-        largest = _largest([largest, float(difference.max())])
+        worst = largest([worst, float(difference.max())])
         total += float(difference.sum())
         scale = max(scale, spread(logits))
-        allowed = max(allowed, allowed_error(lm, logits, _tolerance(lm, LOGITS)))
+        allowed = max(allowed, allowed_error(lm, logits, tolerance(lm, "logits")))
     mean = total / (len(ids) * lm.config.vocab_size)
     detail = f"mean {mean:.1e}, logits up to {scale:.1f} from their mean, {len(ids)} positions"
     detail += f"; a layer {first_wrong}" if first_wrong else ""
-    return measured(lm, "transformers", f"logits of {_shown(name)}", (largest, allowed, detail))
+    return measured(lm, "transformers", f"logits of {shown(name)}", (worst, allowed, detail))
 
 
 @torch.inference_mode()
 def _compare_layers(lm: LanguageModel, reference: Any, name: str, ids: list[int]) -> Check:
     """The output of every module, in the order in which they run: the first that differs is where the cause is."""
     batch = torch.tensor([ids], device=lm.device)
-    ours = _outputs(lm.model, lambda: lm.model.hidden(batch, record=Record()))
-    theirs = _outputs(reference.transformer, lambda: reference.transformer(batch))
-    tolerance = _tolerance(lm, VECTORS)
+    ours = outputs(lm.model, lambda: lm.model.hidden(batch, record=Record()))
+    theirs = outputs(reference.transformer, lambda: reference.transformer(batch))
     differences = {}
     for module, output in ours.items():
         expected = theirs[module].reshape(output.shape)
         lengths = expected.norm(dim=-1).clamp_min(1e-6)
         differences[module] = float(((output - expected).norm(dim=-1) / lengths).max())
-    first = next((module for module, value in differences.items() if not value <= tolerance), None)
+    return check_layers(lm, "transformers", name, differences, tolerance(lm, "layers"))
+
+
+def check_layers(lm: LanguageModel, group: str, name: str, differences: dict[str, float], allowed: float) -> Check:
+    """The verdict on each module's difference, a fraction of its output's length; they are in the order of the run."""
+    first = next((module for module, value in differences.items() if not value <= allowed), None)
     detail = f"largest at {max(differences, key=lambda module: differences[module])}"
     if first:
         detail = f"first differs at {first}, by {differences[first]:.1e} of its length"
     blocks = [f"h.{layer}." for layer in range(lm.config.n_layer)]
-    layers = [_largest(value for name, value in differences.items() if f"{name}.".startswith(at)) for at in blocks]
-    figures = (_largest(differences.values()), tolerance, detail)
-    return measured(lm, "transformers", f"layers of {_shown(name)}", figures, layers=layers)
+    layers = [largest(value for name, value in differences.items() if f"{name}.".startswith(at)) for at in blocks]
+    figures = (largest(differences.values()), allowed, detail)
+    return measured(lm, group, f"layers of {shown(name)}", figures, layers=layers)
 
 
-def _outputs(model: torch.nn.Module, forward: Any) -> dict[str, Tensor]:
+def outputs(model: torch.nn.Module, forward: Any) -> dict[str, Tensor]:
     """What each block, and each module with parameters of its own, gives during `forward`: [T, width] in float32."""
     found: dict[str, Tensor] = {}
 
@@ -198,12 +201,12 @@ def _compare_attention(lm: LanguageModel, reference: Any, name: str, ids: list[i
     theirs = reference.transformer(batch, output_attentions=True).attentions
     differences = [(ours.float() - theirs[layer]).abs().amax((0, 2, 3)) for layer, ours in enumerate(record.attentions)]
     layers = [float(heads.max()) for heads in differences]
-    tolerance = _tolerance(lm, ATTENTION)
-    layer = next((at for at, worst in enumerate(layers) if not worst <= tolerance), layers.index(max(layers)))
+    allowed = tolerance(lm, "attention")
+    layer = next((at for at, worst in enumerate(layers) if not worst <= allowed), layers.index(max(layers)))
     head = int(differences[layer].argmax())
-    detail = f"{'first differs' if not layers[layer] <= tolerance else 'largest'} at L{layer}H{head}"
-    figures = (_largest(layers), tolerance, detail)
-    return measured(lm, "transformers", f"attention of {_shown(name)}", figures, layers=layers)
+    detail = f"{'first differs' if not layers[layer] <= allowed else 'largest'} at L{layer}H{head}"
+    figures = (largest(layers), allowed, detail)
+    return measured(lm, "transformers", f"attention of {shown(name)}", figures, layers=layers)
 
 
 def compare_ids(lm: LanguageModel, reference: Any, prompts: Prompts, setting: dict[str, Any]) -> Check:
@@ -213,27 +216,26 @@ def compare_ids(lm: LanguageModel, reference: Any, prompts: Prompts, setting: di
     dtype = format_of(lm)
     if kind != "greedy" and (lm.device.type != "cpu" or dtype != "float32"):
         why = "only float32 on the CPU draws what transformers draws"
-        return Check("transformers", name, None, why, dtype=dtype)
+        return Check("transformers", name, None, why, dtype=dtype, applies=False)
     runs = [(seed, *item) for seed in (SEEDS if kind != "greedy" else (None,)) for item in prompts.items()]
     new = [min(NEW_TOKENS, lm.limits.n_positions - len(ids)) for _, _, ids in runs]
     each = [SamplingParams(**setting, seed=seed, max_new_tokens=n) for (seed, _, _), n in zip(runs, new, strict=True)]
     completions = lm.generate_many([ids for _, _, ids in runs], each)
-    tokens, ties, worst, tolerance, detail = 0, 0, 0.0, 0.0, ""
+    tokens, ties, worst, most, detail = 0, 0, 0.0, 0.0, ""
     for (_, prompt, ids), params, completion in zip(runs, each, completions, strict=True):
         expected = reference_ids(lm, reference, ids, params)
         tokens += len(expected)
-        if completion.ids == expected:
+        if (at := parting(completion.ids, expected)) is None:
             continue
-        at = next(i for i, (a, b) in enumerate(itertools.zip_longest(completion.ids, expected)) if a != b)
         gap, allowed, margin = _gap(lm, reference, ids + expected[:at], at, params, completion.ids[at:], expected[at:])
         ties += 1
-        if worst - tolerance <= gap - allowed:  # the one that is most wrong
-            worst, tolerance = gap, allowed
+        if worst - most <= gap - allowed:  # the one that is most wrong
+            worst, most = gap, allowed
             seed = "" if params.seed is None else f", seed {params.seed}"
             drew = f"{completion.ids[at : at + 1]}, not {expected[at : at + 1]}, top-2 margin {margin:.2g}"
-            detail = f"; first differs at token {at + 1} of {_shown(prompt)}{seed}: {drew}"
+            detail = f"; first differs at token {at + 1} of {shown(prompt)}{seed}: {drew}"
     detail = f"{len(runs) - ties} of {len(runs)} runs equal, {tokens} tokens{detail}"
-    return measured(lm, "transformers", name, (worst, tolerance, detail))
+    return measured(lm, "transformers", name, (worst, most, detail))
 
 
 def reference_ids(lm: LanguageModel, reference: Any, ids: list[int], params: SamplingParams) -> list[int]:
@@ -262,19 +264,24 @@ def _gap(
     lm: LanguageModel, reference: Any, history: list[int], drawn: int, params: SamplingParams, *tokens: list[int]
 ) -> tuple[float, float, float]:
     """Where the ids part: how far the worse of the two tokens is below the best by transformers' logits, what is
-    allowed, and the margin between its two best. Greedy: in scores. Sampled: in log(P/q), whose arg max is the draw."""
+    allowed, and the margin between its two best."""
     logits = reference(torch.tensor([history], device=lm.device)).logits[0, -1].cpu()
-    scores = process(logits, history, drawn, params, lm.limits.end_ids, lm.limits.undecodable_ids)
+    scores = race(lm, logits, history, drawn, params)
     # From all logits: those that top_p leaves may lie close together.
-    allowed = 2 * allowed_error(lm, logits, _tolerance(lm, LOGITS)) / (params.temperature or 1.0)
+    allowed = 2 * allowed_error(lm, logits, tolerance(lm, "logits")) / (params.temperature or 1.0)
+    best, second = scores.topk(2).values.tolist()
+    ours, theirs = (token[0] if token else -1 for token in tokens)
+    if min(ours, theirs) < 0:  # one of them stopped early
+        return math.inf, allowed, best - second
+    return best - min(float(scores[ours]), float(scores[theirs])), allowed, best - second
+
+
+def race(lm: LanguageModel, logits: Tensor, history: list[int], drawn: int, params: SamplingParams) -> Tensor:
+    """What the next token has most of, [V]: the processed logit if greedy; if sampled log(P/q), for the draw's q."""
+    scores = process(logits, history, drawn, params, lm.limits.end_ids, lm.limits.undecodable_ids)
     if params.temperature > 0:
         generator = torch.Generator("cpu").manual_seed(params.seed or 0)
         for _ in range(drawn + 1):
             q = torch.empty_like(scores).exponential_(1, generator=generator)
         scores = scores.log_softmax(-1) - q.log()
-    best, second = scores.topk(2).values.tolist()
-    ours, theirs = (token[0] if token else -1 for token in tokens)
-    if min(ours, theirs) < 0:  # one of them stopped early
-        return math.inf, allowed, best - second
-    gap = best - min(float(scores[ours]), float(scores[theirs]))
-    return gap, allowed, best - second
+    return scores
