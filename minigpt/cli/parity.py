@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from minigpt.checks import without_surrogates
 from minigpt.cli.prompt import read_text
+from minigpt.decoding.params import SamplingParams
 from minigpt.errors import MiniGPTError, PromptError
-from minigpt.lines import Line, numbered, read, source
+from minigpt.lines import Input
 
 
 def run(args: argparse.Namespace) -> None:
@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> None:
     from minigpt.parity.run import run as compare
 
     torch.set_num_threads(usable_cpus())
-    prompts = [without_surrogates(text) for text in args.prompt] + [read_text(name) for name in args.file]
+    prompts: list[str | list[int]] = [without_surrogates(text) for text in args.prompt]
+    prompts += [read_text(name) for name in args.file]
     prompts += [prompt for name in args.input for prompt in _prompts(name)]
     places = {"device": args.device, "revision": args.revision, "offline": args.offline, "progress": True}
     if args.record is not None:
@@ -61,16 +62,12 @@ def run(args: argparse.Namespace) -> None:
         raise MiniGPTError(f"parity of {args.model} {problem}")
 
 
-def _prompts(name: str) -> list[Any]:
+def _prompts(name: str) -> Iterator[str | list[int]]:
     """The texts and lists of ids of a file of JSON lines."""
-
-    def use(line: Line, values: dict[str, Any]) -> Line:
-        text, ids = values.get("prompt", ""), values.get("ids")
-        if not isinstance(text, str) or bool(text) == isinstance(ids, list) or line.special:
-            raise ValueError("give one of prompt (a text) and ids (a list of token ids); special tokens as ids")
-        return replace(line, prompt=text if ids is None else ids)
-
-    lines = [read(number, data, ("prompt", "ids"), use) for number, data in numbered(source(name))]
-    if bad := next((line for line in lines if line.error), None):
-        raise PromptError(f"{name}, line {bad.number}: {bad.error}")
-    return [line.prompt for line in lines]
+    plain = SamplingParams()
+    for line in Input(name).lines(plain):
+        alone = bool(line.prompt) and not line.special and line.params == plain
+        if line.error or not alone:
+            wrong = "give a prompt (text) or ids (a list of token ids) alone; special tokens as ids"
+            raise PromptError(f"{name}, line {line.number}: {line.error or wrong}")
+        yield line.prompt

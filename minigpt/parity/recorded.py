@@ -18,7 +18,7 @@ import torch
 from minigpt import __version__
 from minigpt.errors import MiniGPTError
 from minigpt.files import checkpoint
-from minigpt.interpret.page import shipped
+from minigpt.files.reading import shipped
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import undisturbed
 from minigpt.parity.check import Check, allowed_error, format_of, measured, shown, tolerance
@@ -55,7 +55,7 @@ def record(lm: LanguageModel, prompts: Sequence[Text] = (), folder: Path | None 
             numbers += [{"prompt": at, **line} for line in figures(lm, ids, places, at < max(1, room))]
     return {
         "format": FORMAT,
-        "about": shipped("record.txt").splitlines(),
+        "about": shipped("record.txt").decode().splitlines(),
         "made": {**made, "device": lm.device.type, "dtype": format_of(lm)},
         "files": {file["name"]: file["sha256"] for file in checkpoint.describe(folder)["files"]} if folder else {},
         "model": {name: getattr(lm.config, name) for name in SHAPE},

@@ -108,7 +108,7 @@ def test_prompts_from_files(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert [prompt["ids"] for prompt in made["prompts"][-2:]] == [[5, 6, 7], [9]]
     assert all(check.passed is not False for check in run.run(folder, offline=True, device="cpu", against=made))
     for bad, words in {
-        '{"ids": [5], "prompt": "a"}': "line 1: give one of prompt (a text) and ids",
+        '{"ids": [5], "prompt": "a"}': "line 1: give one of",
         '{"ids": "5"}': "line 1: give one of",
         '{"ids": [5], "top_k": 3}': "line 1: unknown key 'top_k'",
         '{"ids": [500]}': "token id 500 is outside the vocabulary",
