@@ -117,6 +117,25 @@ def _greedy(lm: LanguageModel, entry: Entry) -> Outcome:
     return worst, tolerance, f"{len(ids)} tokens, {ties[-1]}" if ties else f"{len(ids)} of {len(ids)} tokens"
 
 
+def _beam_search(lm: LanguageModel, entry: Entry) -> Outcome:
+    """The tokens of a search or, where it finds others, how far apart the scores are; and the score, if published.
+
+    Published scores are sums of log-probabilities over the number of all tokens, ours over that of the new ones.
+    """
+    prompt, ids, tolerance = entry["prompt_ids"], entry["ids"], entry["tolerance"]
+    found = lm.generate(prompt, max_new_tokens=len(ids), stop_ids=(), **entry["options"])
+    score, detail = found.score or math.nan, f"{len(ids)} of {len(ids)} tokens"
+    theirs = score
+    if found.ids != ids:
+        theirs = math.fsum(scoring.log_probabilities(lm.model, prompt + ids)[len(prompt) - 1 :]) / len(ids)
+        detail = f"score {score:.5g}, of the published tokens {theirs:.5g}"
+    elif "score" in entry:
+        scale = (len(prompt) + len(ids)) / len(ids)
+        theirs, tolerance = entry["score"] * scale, tolerance * scale
+        detail += f", score {score:.5g}, published {theirs:.5g}"
+    return abs(score - theirs), tolerance + _slack(lm) * abs(score), detail
+
+
 def _name(lm: LanguageModel, id: int) -> str:
     return f"{id} {lm.tokenizer.decode([id])!r}" if lm.limits.tokenizer else str(id)
 
@@ -253,6 +272,7 @@ def _bias_through_head(lm: LanguageModel, entry: Entry) -> Outcome:
 
 KINDS: dict[str, Callable[[LanguageModel, Entry], Outcome]] = {
     "greedy": _greedy,
+    "beam search": _beam_search,
     "argmax": _argmax,
     "logits": _last_logits(lambda logits, ids: logits[ids], "logit"),
     "logits minus their mean": _last_logits(lambda logits, ids: (logits - logits.mean())[ids], "difference"),
