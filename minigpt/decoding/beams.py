@@ -21,11 +21,10 @@ from torch import Tensor
 
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sampling import process
-from minigpt.decoding.sequence import Limits, Prompt, Sequence, Step, TokenLogprob, agreement
+from minigpt.decoding.sequence import Drawn, Limits, Prompt, Sequence, Step, agreement
 from minigpt.errors import MiniGPTError, NoTokenError
 
 _NEVER = -1e9  # the score of no sequence, below those of all others
-Drawn = list[tuple[int, TokenLogprob | None]]  # ids, and what their Steps are to say of them
 
 
 class Beam(Sequence):
@@ -33,7 +32,7 @@ class Beam(Sequence):
 
     def __init__(self, search: Search, prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
         super().__init__(prompt, params, 0, limits)
-        self.search, self.drawn = search, Drawn()
+        self.search, self.drawn = search, list[Drawn]()
 
     def accept(self, logits: Tensor) -> Step | None:  # type: ignore[override]  # no graph draws for beams
         """Wait for the other beams' logits; with the last ones, all go a step further. Steps come at the end."""
@@ -62,7 +61,7 @@ class Search:
         self.running = list(self.beams)  # by score [N]: of beams that are all the same at first, one counts
         self.scores = torch.tensor([0.0, *[_NEVER] * (N - 1)], dtype=torch.float32, device="cpu")
         self.best = torch.full((N,), _NEVER, dtype=torch.float32, device="cpu")  # of what is complete, by score [N]
-        self.found, self.complete = [Drawn()] * N, self.best > 0
+        self.found, self.complete = [list[Drawn]()] * N, self.best > 0
         self.generator: torch.Generator | None = None
 
     @torch.inference_mode()
@@ -99,11 +98,10 @@ class Search:
         if self.params.temperature > 0:
             self.generator = self.generator or torch.Generator(rows.device).manual_seed(self.beams[0].seed or 0)
             drawn = torch.multinomial(scores.softmax(-1), K, generator=self.generator)
-            best, order = scores[drawn].sort(descending=True)
-            drawn = drawn[order]
+            drawn = drawn[scores[drawn].argsort(descending=True)]
         else:
-            best, drawn = scores.topk(K)
-        return best.cpu(), [(self.running[i // rows.shape[1]], i % rows.shape[1]) for i in drawn.tolist()]
+            drawn = scores.topk(K).indices
+        return scores[drawn].cpu(), [(self.running[i // rows.shape[1]], i % rows.shape[1]) for i in drawn.tolist()]
 
     def processed(self, beam: Beam, row: Tensor) -> Tensor:
         """The log-probabilities [V] after a beam, changed by the processors, which see no logits here."""
@@ -122,15 +120,12 @@ class Search:
         text = tokenizer.decode([id for id, _ in beam.drawn[-length:]] + [id])
         return any(stop in text for stop in stops)
 
-    def grown(self, beam: Beam, id: int) -> Drawn:
+    def grown(self, beam: Beam, id: int) -> list[Drawn]:
         """A beam's tokens with one more."""
         return [*beam.drawn, (id, beam.logprob(self.logits[beam], id))]
 
     def go_on(self, chosen: list[tuple[Beam, int]]) -> None:
-        """Give each chosen continuation a beam: the one that it is of or, where another has that, one given up.
-
-        Hence no beam is read from and written to. The cache copies what the two do not share.
-        """
+        """Give each continuation a beam: its own or, where another has it, one given up. The cache copies the rest."""
         grown = [self.grown(beam, id) for beam, id in chosen]
         spare = [beam for beam in self.beams if all(beam is not source for source, _ in chosen)]
         self.running = []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minigpt import scoring
+from minigpt.checks import short_repr
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sampling import process
 from minigpt.interpret.heads import without_heads
@@ -118,22 +119,15 @@ def _greedy(lm: LanguageModel, entry: Entry) -> Outcome:
 
 
 def _beam_search(lm: LanguageModel, entry: Entry) -> Outcome:
-    """The tokens of a search or, where it finds others, how far apart the scores are; and the score, if published.
-
-    Published scores are sums of log-probabilities over the number of all tokens, ours over that of the new ones.
-    """
-    prompt, ids, tolerance = entry["prompt_ids"], entry["ids"], entry["tolerance"]
-    found = lm.generate(prompt, max_new_tokens=len(ids), stop_ids=(), **entry["options"])
-    score, detail = found.score or math.nan, f"{len(ids)} of {len(ids)} tokens"
-    theirs = score
-    if found.ids != ids:
-        theirs = math.fsum(scoring.log_probabilities(lm.model, prompt + ids)[len(prompt) - 1 :]) / len(ids)
-        detail = f"score {score:.5g}, of the published tokens {theirs:.5g}"
-    elif "score" in entry:
-        scale = (len(prompt) + len(ids)) / len(ids)
-        theirs, tolerance = entry["score"] * scale, tolerance * scale
-        detail += f", score {score:.5g}, published {theirs:.5g}"
-    return abs(score - theirs), tolerance + _slack(lm) * abs(score), detail
+    """The best sequence's score against the published one's; where the ids differ, against what those score here."""
+    prompt, ids = entry["prompt_ids"], entry["ids"]
+    best = lm.generate(prompt, max_new_tokens=len(ids), **entry["options"])
+    score, published = best.score or -math.inf, entry.get("score")
+    if best.ids != ids or published is None:
+        published = math.fsum(scoring.log_probabilities(lm.model, prompt + ids)[len(prompt) - 1 :]) / len(ids)
+    same = "the published ids" if best.ids == ids else f"ids {short_repr(best.ids)}, not the published ones"
+    detail = f"{same}, score {score:.4f} beside {published:.4f}"
+    return abs(score - published), entry["tolerance"] + _slack(lm) * abs(published), detail
 
 
 def _name(lm: LanguageModel, id: int) -> str:
@@ -272,8 +266,8 @@ def _bias_through_head(lm: LanguageModel, entry: Entry) -> Outcome:
 
 KINDS: dict[str, Callable[[LanguageModel, Entry], Outcome]] = {
     "greedy": _greedy,
-    "beam search": _beam_search,
     "argmax": _argmax,
+    "beam search": _beam_search,
     "logits": _last_logits(lambda logits, ids: logits[ids], "logit"),
     "logits minus their mean": _last_logits(lambda logits, ids: (logits - logits.mean())[ids], "difference"),
     "logit difference": _last_logits(lambda logits, ids: logits[ids[:1]] - logits[ids[1:]], "difference"),
