@@ -48,7 +48,9 @@ WORKS = {
     "decode, prompt 984": (984, 1),  # 1000 tokens in the middle of its steps
     "decode, batch 8": (16, 8),
     "decode, batch 32": (16, 32),
+    "search, 4 beams": (16, 1),  # 64 tokens from the prompt on
 }
+BEAMS, SEARCHED = 4, 64
 GROWTH = {f"decode, prompt {n}": (n, 1) for n in (16, 128, 256, 512, 768, 984)} | {
     f"decode, batch {n}": (16, n) for n in (2, 4, 8, 16, 32)
 }
@@ -57,11 +59,13 @@ WHOLE = "--help, start to first token, peak memory"  # measured on whole process
 
 
 class Engine:
-    """An engine with a model loaded. dtypes: those that it has on a CPU. batches: whether it takes several rows."""
+    """An engine with a model loaded. dtypes: those that it has on a CPU. batches: whether it takes several rows.
+    searches: whether it has beam search."""
 
     package = ""
     dtypes: tuple[str, ...] = ()
     batches = True
+    searches = False
 
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
         raise NotImplementedError
@@ -73,9 +77,14 @@ class Engine:
         """
         raise NotImplementedError
 
+    def search(self, prompt: list[int], new: int) -> list[int]:
+        """The best continuation of `new` tokens that BEAMS beams find."""
+        raise NotImplementedError
+
 
 class Minigpt(Engine):
     package = "minigpt"
+    searches = True
     dtypes = ("float32", "float16", "int8")
 
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
@@ -93,9 +102,13 @@ class Minigpt(Engine):
                 drawn()
         return found
 
+    def search(self, prompt: list[int], new: int) -> list[int]:
+        return self.lm.generate(prompt, num_beams=BEAMS, max_new_tokens=new, stop_ids=()).ids
+
 
 class Transformers(Engine):
     package = "transformers"
+    searches = True
     dtypes = ("float32",)
     settings: ClassVar[dict[str, Any]] = {}
 
@@ -125,6 +138,13 @@ class Transformers(Engine):
         with torch.inference_mode():
             out = self.model.generate(ids, **settings, **self.settings)
         return out[:, ids.shape[1] :].tolist()
+
+    def search(self, prompt: list[int], new: int) -> list[int]:
+        ids = torch.tensor([prompt], device=self.device)
+        settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        settings |= {"attention_mask": torch.ones_like(ids), "num_beams": BEAMS}
+        with torch.inference_mode():
+            return self.model.generate(ids, **settings, **self.settings)[0, ids.shape[1] :].tolist()
 
 
 class TransformersCompiled(Transformers):
@@ -213,6 +233,7 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
 
 class CTranslate2(Engine):
     package = "ctranslate2"
+    searches = True
     dtypes = ("float32", "int8")
 
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
@@ -234,6 +255,10 @@ class CTranslate2(Engine):
         start = [[f"t{id}" for id in ids] for ids in prompts]
         settings = {"max_length": new, "min_length": new, "include_prompt_in_result": False, "sampling_topk": 1}
         return [done.sequences_ids[0] for done in self.model.generate_batch(start, callback=callback, **settings)]
+
+    def search(self, prompt: list[int], new: int) -> list[int]:
+        settings = {"max_length": new, "min_length": new, "include_prompt_in_result": False, "beam_size": BEAMS}
+        return self.model.generate_batch([[f"t{id}" for id in prompt]], **settings)[0].sequences_ids[0]
 
 
 def with_plain_tokenizer(folder: Path, copy: Path) -> Path:
@@ -345,17 +370,21 @@ def serve(pipe: Connection, engine: type[Engine], arguments: tuple[Any, ...]) ->
         if isinstance(loaded, Memory):
             pipe.send(loaded.bandwidth())
             continue
-        length, batch, new, vocabulary = task
+        length, batch, new, vocabulary, search = task
         prompts = [[(7 * row + 31 * at) % vocabulary for at in range(length)] for row in range(batch)]
         try:
             times = [time.perf_counter()]
-            done = loaded.generate(prompts, new, lambda times=times: times.append(time.perf_counter()))
+            if search:
+                done = [loaded.search(prompts[0], new)]
+                times.append(time.perf_counter())
+            else:
+                done = loaded.generate(prompts, new, lambda times=times: times.append(time.perf_counter()))
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}".splitlines()[0])
             continue
         counts = [len(ids) for ids in done]
         seconds = [after - before for before, after in itertools.pairwise(times)]
-        whole = counts == [new] * batch and len(seconds) == new
+        whole = counts == [new] * batch and len(seconds) == (1 if search else new)
         pipe.send(seconds if whole else f"gave {counts} tokens in {len(seconds)} steps instead of {new} each")
 
 
@@ -439,17 +468,21 @@ def measure(
                 bandwidths.append(bandwidth)
             first = number % max(len(running), 1)  # each round begins with another engine
             for engine in running[first:] + running[:first]:
-                if batch > 1 and not engine.engine.batches:
+                search = work.startswith("search")
+                if (batch > 1 and not engine.engine.batches) or (search and not engine.engine.searches):
                     continue
                 if work not in WORKS and engine.dtype != "float32":  # for the picture, which shows float32
                     continue
                 try:
                     if args.device == "cuda":  # caches and graphs are made anew for each shape: not to be timed
-                        engine.measure(length, batch, new + 1, vocabulary)
+                        engine.measure(length, batch, new + 1, vocabulary, False)
                     if work.startswith("decode"):
-                        seconds = statistics.median(engine.measure(length, batch, new + 1, vocabulary)[1:])
+                        seconds = statistics.median(engine.measure(length, batch, new + 1, vocabulary, False)[1:])
+                    elif search:
+                        new = min(SEARCHED, positions - length)
+                        seconds = engine.measure(length, batch, new, vocabulary, True)[0]
                     else:
-                        seconds = engine.measure(length, batch, 1, vocabulary)[0]
+                        seconds = engine.measure(length, batch, 1, vocabulary, False)[0]
                 except RuntimeError as error:
                     print(f"{engine.name} {engine.dtype}: left out from {work} on: {error}", file=sys.stderr)
                     engine.process.terminate()

@@ -50,7 +50,7 @@ class Search:
     """The N beams of one prompt, and what they have found."""
 
     def __init__(self, prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
-        N, NEVER = params.num_beams, torch.full((params.num_beams,), _NEVER, dtype=torch.float32, device="cpu")
+        N = params.num_beams
         self.beams = [Beam(self, prompt, params, limits) for _ in range(N)]
         self.prompt, self.params, self.n_new = prompt, self.beams[0].params, 0
         for beam in self.beams:
@@ -59,9 +59,9 @@ class Search:
         self.keep = max(2, 1 + len(self.beams[0].end_ids))  # candidates of each beam, and tokens that the filters leave
         self.logits: dict[Beam, Tensor] = {}  # [V] each, until all have come
         self.running = list(self.beams)  # by score [N]: of beams that are all the same at first, one counts
-        self.scores = NEVER.index_fill(0, torch.zeros(1, dtype=torch.int64, device="cpu"), 0)
-        self.found: list[list[Drawn] | None] = [None] * N  # what is complete, by score [N]
-        self.best, self.complete = NEVER, NEVER > 0
+        self.scores = torch.tensor([0.0, *[_NEVER] * (N - 1)], dtype=torch.float32, device="cpu")
+        self.best = torch.full((N,), _NEVER, dtype=torch.float32, device="cpu")  # of what is complete, by score [N]
+        self.found, self.complete = [list[Drawn]()] * N, self.best > 0
         self.generator: torch.Generator | None = None
 
     @torch.inference_mode()
@@ -77,8 +77,7 @@ class Search:
         done = ends & (torch.arange(len(ends), device="cpu") < N)
         self.best, kept = torch.cat([self.best, scores / size + (~done).float() * _NEVER]).topk(N)
         self.complete = torch.cat([self.complete, done])[kept]
-        new = [self.grown(*candidates[i]) if i + N in kept and done[i] else None for i in range(len(done))]
-        self.found = [[*self.found, *new][i] for i in kept.tolist()]
+        self.found = [self.found[i] if i < N else self.grown(*candidates[i - N]) for i in kept.tolist()]
 
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             size = self.most**self.params.length_penalty
@@ -90,7 +89,8 @@ class Search:
 
     def candidates(self) -> tuple[Tensor, list[tuple[Beam, int]]]:
         """The K best continuations, best first: their scores [K], and of each the beam and the token after it."""
-        rows = torch.stack([self.log_probabilities(beam) for beam in self.running])  # (N, V)
+        rows = torch.stack([self.logits[beam] for beam in self.running]).float().log_softmax(-1)  # (N, V)
+        rows = torch.stack([self.processed(beam, row) for beam, row in zip(self.running, rows, strict=True)])
         scores = (rows + self.scores.to(rows.device)[:, None]).flatten()
         if scores.max() == -math.inf:
             raise NoTokenError("no token is left to draw: the parameters bar all, after each of the beams")
@@ -103,13 +103,13 @@ class Search:
             drawn = scores.topk(K).indices
         return scores[drawn].cpu(), [(self.running[i // rows.shape[1]], i % rows.shape[1]) for i in drawn.tolist()]
 
-    def log_probabilities(self, beam: Beam) -> Tensor:
-        """Of every token after a beam, [V], changed by the processors, which see no logits here."""
-        scores, barred = self.logits[beam].float().log_softmax(-1), beam.limits.undecodable_ids
+    def processed(self, beam: Beam, row: Tensor) -> Tensor:
+        """The log-probabilities [V] after a beam, changed by the processors, which see no logits here."""
+        barred = beam.limits.undecodable_ids
         try:
-            return process(scores, beam.history, self.n_new - 1, self.params, beam.end_ids, barred, self.keep)
+            return process(row, beam.history, self.n_new - 1, self.params, beam.end_ids, barred, self.keep)
         except NoTokenError:  # other beams may go on
-            return torch.full_like(scores, -math.inf)
+            return torch.full_like(row, -math.inf)
 
     def ends(self, beam: Beam, id: int) -> bool:
         """Whether a token ends the text of a beam."""
@@ -142,7 +142,7 @@ class Search:
         """Write the results into the beams, the best into the first, as if each had drawn its tokens."""
         for beam, found, score in zip(self.beams, self.found, self.best.tolist(), strict=True):
             beam.history, beam.score = list(self.prompt.ids), score
-            for id, logprob in found or () if score > -math.inf else ():
+            for id, logprob in found if score > -math.inf else ():
                 if beam.finish_reason is None:
                     beam.take(id, logprob, late and len(beam.steps) + 1 == self.n_new)
             if not beam.steps:

@@ -163,7 +163,7 @@ def keep_top_p(logits: Tensor, p: float, keep: int = 1) -> Tensor:
             return logits.masked_fill(logits < kept, -math.inf)
         # Equal logits on both sides of the cut: which of them stay is decided by where torch.sort puts each.
     if torch.are_deterministic_algorithms_enabled() and logits.is_cuda:  # CUDA's cumsum raises then
-        return keep_top_p(logits.cpu(), p).to(logits.device)
+        return keep_top_p(logits.cpu(), p, keep).to(logits.device)
     ascending, order = torch.sort(logits, descending=False)
     remove = ascending.softmax(-1).cumsum(-1) <= 1 - p
     remove[-keep:] = False

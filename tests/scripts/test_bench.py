@@ -37,7 +37,7 @@ def test_it_measures_minigpt_beside_transformers(folder: Path, tmp_path: Path) -
     result = json.loads(output.read_text())
     found = result["seconds"]
     decoding = {"decode, prompt 16", "decode, batch 8", "decode, batch 32"}  # what fits in 64 positions
-    assert found.keys() == {*decoding, "--help", "start to first token", "peak memory"}
+    assert found.keys() == {*decoding, "search, 4 beams", "--help", "start to first token", "peak memory"}
     assert result["limits"].keys() == decoding and found.pop("--help").keys() == {"minigpt float32"}
     for work, engines in found.items():
         assert engines.keys() == {"minigpt float32", "transformers float32"}, work
