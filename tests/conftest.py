@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="the long versions of test_soak.py and test_signals.py")
     parser.addoption("--fuzz-cases", type=int, default=120, metavar="N", help="damaged files in test_fuzz.py [120]")
     parser.addoption("--plain", action="store_true", help="as where torch lacks the operators of network/products.py")
+    parser.addoption("--simulated-cuda", action="store_true", help="CUDA in software (simulated_cuda.py), for -k cuda")
     parser.addoption("--narrow", action="store_true", help="int8 as on a CPU without VNNI: with 7-bit activations")
 
 
@@ -38,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """The products of another machine, where one is asked for."""
     from minigpt.network import formats, products
 
+    if config.getoption("--simulated-cuda") and not torch.cuda.is_available():
+        from simulated_cuda import simulated
+
+        device = simulated()
+        device.__enter__()
+        config.add_cleanup(lambda: device.__exit__(None, None, None))
+        DEVICES.append("cuda")
     works = products.works
     if config.getoption("--plain"):
         products.works = lambda product: (

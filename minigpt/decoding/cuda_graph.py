@@ -2,9 +2,8 @@
 
 A step launches hundreds of small kernels, which takes the CPU longer than the GPU needs to run them. A graph launches
 them all at once. It repeats exactly what was recorded, on the same memory: so all rows are computed, in use or not,
-over all positions, and what differs from step to step lies in tensors: `state`, `options`, `wide`. The tokens that it
-draws are the next step's input, so that step is launched before the host has seen them. What the host throws away
-again (a row has stopped) leaves no trace: keys are written anew, and generators are set back.
+over all positions, and what differs from step to step lies in tensors: `state`, `options`, `wide`. A step is one copy
+to the device, one launch, and one copy back, for which the host waits.
 
 The draw is that of sampling.py, for all rows at once; a token sampled on CUDA is not the one that the same seed gives
 on the CPU. B rows of the memory, S positions, H heads, D head_dim, V vocabulary.
@@ -19,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -113,28 +111,26 @@ class StaticCache(KVCache):
         """Write k and v, [B,H,1,D], by one kernel: in what c_attn gives, v comes right after k."""
         (B, H, _, D), (row, head, _, one), block = k.shape, k.stride(), self.entry.memory[layer]
         both = k.as_strided((2 * H, B, D), (head, row, one), k.storage_offset())
-        block.view(-1, D).index_put_((self.entry.state[2:-1],), both)
+        block.view(-1, D).index_put_((self.entry.state[2:],), both)
         return block[0], block[1]
 
     def advance(self, n_new: int) -> None:
-        """The graph does, by `moves`."""
+        """The host does, after the replay."""
 
 
-@dataclass
-class Graph:
-    """A recorded step: what it gives, and pinned memory to read that from, for two steps under way."""
+class Graph(NamedTuple):
+    """A recorded step, and what it gives: the logits [B,V], raw, and `Entry.chosen`'s numbers."""
 
     replay: Callable[[], None]
-    logits: Tensor  # [B,V], raw
-    results: list[Tensor]  # ids [1+k,B]; numbers [1,B], [2,B] or [3+k,B]
-    pinned: list[list[Tensor]]
+    logits: Tensor
+    out: Tensor
 
 
 class Entry:
     """Memory for `slots` rows of `max_len` tokens, and the graphs on it. For one call at a time.
 
-    state: [3+2H,B] int64: the ids to feed; their positions; for each head's key and value, where in a block's memory
-        they go; 1 for each row in use, else 0: what the positions move on by.
+    state: [2+2H,B] int64: the ids to feed; their positions; for each head's key and value, where in a block's memory
+        they go.
     options: [6,B] float32: temperature, 1 for a row that samples, top_k, 1 - top_p, min_p, penalty.
     wide: [B,V] each: "bias", added to the logits; "seen", what the penalty is for; "missing", not listed in logprobs;
         "q", the random numbers.
@@ -149,7 +145,7 @@ class Entry:
         )
         places = torch.arange(2 * slots * H, device="cpu").view(2, slots, H) * max_len  # where each head's keys begin
         self.base = places.transpose(1, 2).reshape(2 * H, slots)
-        self.state, self._fed = self._pair(3 + 2 * H, slots, dtype=torch.int64)
+        self.state, self._fed = self._pair(2 + 2 * H, slots, dtype=torch.int64)
         self.options, self._options = self._pair(6, slots, dtype=torch.float32)
         for slot in range(slots):  # those not in use draw, too
             self.set_options(slot, [1, 0, self.vocab_size, -1, 0, 1])
@@ -162,7 +158,8 @@ class Entry:
 
     def _pair(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Zeros on the device, and in pinned memory to set them from: by then, the host has waited for the last use."""
-        return torch.zeros(shape, dtype=dtype, device=self.key[3]), _pinned(*shape, dtype=dtype)
+        host = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
+        return torch.zeros(shape, dtype=dtype, device=self.key[3]), host
 
     def wide(self, name: str) -> tuple[Tensor, Tensor]:
         if name not in self._wide:
@@ -197,35 +194,33 @@ class Entry:
         self._options[:, slot] = torch.tensor(values, device="cpu")
         self.options.copy_(self._options, non_blocking=True)
 
-    def feed(self, ids: list[int], lengths: list[int], moves: int = 1) -> None:
+    def feed(self, ids: list[int], lengths: list[int]) -> None:
         """Each row's next input. A row not in use takes token 0 at position 0, which whatever fills the slot writes."""
-        rows = len(ids)
         self._fed.zero_()
-        self._fed[0, :rows], self._fed[1, :rows] = torch.tensor([ids, lengths], device="cpu")
-        self._fed[2:-1], self._fed[-1, :rows] = self.base + self._fed[1], moves
+        self._fed[:2, : len(ids)] = torch.tensor([ids, lengths], device="cpu")
+        self._fed[2:] = self.base + self._fed[1]
         self.state.copy_(self._fed, non_blocking=True)
 
     def graph(self, step: Step, wants: Wants) -> Graph:
-        """The graph for these wants, made where there is none: then `options` and `wide` must be set again."""
+        """The graph for these wants; where there is none, one is made: its first runs are of what is fed now."""
         if wants not in self.graphs:
             static = StaticCache(self)
 
-            def run() -> tuple[Tensor, Tensor, Tensor]:
+            def run() -> tuple[Tensor, Tensor]:
                 logits = step(self.state[0, :, None], static)[:, -1]
-                return logits, *self.chosen(logits, wants)
+                return logits, self.chosen(logits, wants)
 
-            replay, (logits, *results) = captured(run, self.key[3])
-            pinned = [[_pinned(*result.shape, dtype=result.dtype) for result in results] for _ in range(2)]
-            self.graphs[wants] = Graph(replay, logits, results, pinned)
+            replay, results = captured(run, self.key[3])
+            self.graphs[wants] = Graph(replay, *results)
         return self.graphs[wants]
 
-    def chosen(self, logits: Tensor, wants: Wants) -> tuple[Tensor, Tensor]:
-        """Draw from logits [B,V], feed the next step, and give ids and numbers: a number that is not finite: failed."""
+    def chosen(self, logits: Tensor, wants: Wants) -> Tensor:
+        """Draw from logits [B,V]. Float32 numbers, [B] each: the id, exact below 2**24; one or two that are not finite
+        where the row has failed; with logprobs the id's own, those of the k best ids, these ids.
+        """
         total = logits.sum(-1, dtype=torch.float32)
         if wants == Wants():
-            torch.argmax(logits, -1, out=self.state[0])
-            self.state[1:-1].add_(self.state[-1])
-            return self.state[:1], total[None]
+            return torch.stack([logits.argmax(-1), total])
         scores = logits.float()
         temperature, samples, k, tail, min_p, penalty = self.options[:, :, None]  # (B, 1) each
         if wants.shaped:
@@ -239,19 +234,13 @@ class Entry:
                 scores = _filtered(scores, k, tail, min_p)
             drawn = (scores.softmax(-1) / self.wide("q")[0]).argmax(-1)
             ids = torch.where(samples[:, 0] > 0, drawn, ids)
-        self.state[0].copy_(ids)
-        self.state[1:-1].add_(self.state[-1])
+        first = torch.stack([ids, total, best])
         if wants.logprobs < 0:
-            return ids[None], torch.stack([total, best])
+            return first
         logs = logits.float().log_softmax(-1)
         listed, order = (logs + self.wide("missing")[0]).sort(dim=-1, descending=True, stable=True)
-        k_best, own = slice(wants.logprobs), logs.gather(1, ids[:, None])
-        numbers = torch.cat([torch.stack([total, best]), own.T, listed[:, k_best].T])
-        return torch.cat([ids[None], order[:, k_best].T]), numbers
-
-
-def _pinned(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
+        k_best = slice(wants.logprobs)
+        return torch.cat([first, logs.gather(1, ids[:, None]).T, listed[:, k_best].T, order[:, k_best].T])
 
 
 def _filtered(scores: Tensor, k: Tensor, tail: Tensor, min_p: Tensor) -> Tensor:

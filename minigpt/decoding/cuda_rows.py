@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,25 +26,6 @@ def cache_for(model: GPT2, slots: int, graphs: bool = True) -> KVCache:
     return KVCache(model.config, slots, 1, device=weight.device, dtype=weight.dtype, rows=0)
 
 
-@dataclass
-class Launch:
-    """A step under way: for which rows, on which lengths; what it will give; how the generators were before."""
-
-    rows: list[Sequence]
-    lengths: list[int]
-    graph: Graph
-    results: list[Tensor]  # pinned
-    ready: torch.cuda.Event
-    generators: dict[Sequence, Tensor]
-    versions: list[int]  # of the weights, vectors too: it is thrown away if somebody has written to one since
-
-    def undo(self, *rows: Sequence) -> None:
-        """What it drew for these rows, or all, is not used."""
-        for row, state in self.generators.items():
-            if row.generator is not None and (row in rows or not rows):
-                row.generator.set_state(state)
-
-
 class Slots(KVCache):
     """The cache of up to 32 rows, on memory borrowed from the model's graphs, and the steps by these graphs."""
 
@@ -58,7 +38,6 @@ class Slots(KVCache):
         self.step: Step | None = None  # that the graphs are known to be right for
         self.wants = Wants()
         self.placed: dict[int, Sequence] = {}  # by slot: whose options are on the device
-        self.ahead: Launch | None = None
 
     def reserve(self, max_len: int, rows: int = 0) -> None:
         """Make room for `max_len` tokens per row, and for so many rows: in another entry, if this one is too small."""
@@ -83,76 +62,52 @@ class Slots(KVCache):
 
         A row that must be drawn for by itself, see _alone, or because it has failed, gets its logits [V].
         """
-        entry, ahead, self.ahead = self.entry, self.ahead, None
-        usable = step is not None and entry is not None and entry.key[0] <= MOST_ROWS and not refused()
-        now_is = (rows, self.lengths, self._versions() if ahead else [])
-        if ahead and not (usable and step is self.step and (ahead.rows, ahead.lengths, ahead.versions) == now_is):
-            ahead.undo()
-            ahead = None
-        if not usable or entry is None or step is None or entry.key[3] in self.store.failed:
+        entry, states = self.entry, [row.generator.get_state() if row.generator else None for row in rows]
+        if step is None or entry is None or entry.key[0] > MOST_ROWS or refused() or entry.key[3] in self.store.failed:
             return None
+        failed = list(range(len(rows)))
         try:
-            now = ahead or self._launch(entry, step, rows)
+            graph = self._launch(entry, step, rows)
+            out = graph.out.cpu().tolist()  # the one wait of a step
+            failed = [slot for slot in failed if not all(math.isfinite(row[slot]) for row in out[1:3])]
         except RuntimeError as error:
             self.store.failed.add(entry.key[3])
             warnings.warn(f"decoding goes on without a CUDA graph, more slowly: {error}", stacklevel=2)
             return None
-        if all(map(_goes_on, rows, self.lengths)):
-            self.ahead = self._launch(entry, step, rows, 1)
-        now.ready.synchronize()
-        ids, numbers = (result.tolist() for result in now.results)
-        good = [all(map(math.isfinite, (row[slot] for row in numbers[:2]))) for slot in range(len(rows))]
-        alone = [slot for slot, row in enumerate(rows) if not good[slot] or _alone(row)]
-        if alone and self.ahead:  # whose logits are overwritten: compute them again
-            self.ahead.undo()
-            self.ahead = None
-            again = self._launch(entry, step, rows)
-            again.ready.synchronize()
-            again.undo()
-        drawn: list[Any] = [(ids[0][slot], _logprob(row, slot, ids, numbers)) for slot, row in enumerate(rows)]
-        for slot in alone:
-            drawn[slot] = now.graph.logits[slot].clone()
-            now.undo(rows[slot])
+        finally:
+            for slot in failed:  # its draw is made again, from its logits
+                if (generator := rows[slot].generator) and (state := states[slot]) is not None:
+                    generator.set_state(state)
         self.advance(1)
-        return drawn
+        return [
+            graph.logits[slot].clone()
+            if slot in failed or _alone(row)
+            else (int(out[0][slot]), _logprob(row, [number[slot] for number in out]))
+            for slot, row in enumerate(rows)
+        ]
 
-    def _launch(self, entry: Entry, step: Step, rows: list[Sequence], ahead: int = 0) -> Launch:
-        """Replay the step at the rows' lengths, or `ahead` right behind the one under way, on what that one draws."""
+    def _launch(self, entry: Entry, step: Step, rows: list[Sequence]) -> Graph:
+        """Set on the device what differs from the last step, and replay the step at the rows' lengths."""
         if step is not self.step:
             entry.fit(self.model)
-            self.weights = [weight for weight in self.model.parameters() if not weight.is_inference()]
             self.step, self.wants = step, Wants()
-        lengths, ids = [length + ahead for length in self.lengths], [row.history[-1] for row in rows]
+        entry.stream = torch.cuda.current_stream(entry.key[3])
         wants = Wants(*map(max, self.wants, *map(_wants, rows)))
+        entry.feed([row.history[-1] for row in rows], self.lengths)
         if wants != self.wants or wants not in entry.graphs:
             self.wants = wants
             self.placed.clear()
-        if wants not in entry.graphs:
-            entry.feed(ids, lengths, moves=0)  # the runs that a capture takes write where this step will
-        graph = entry.graph(step, self.wants)
-        generators = {}
+        graph = entry.graph(step, wants)
         for slot, row in enumerate(rows):
-            self._place(entry, slot, row, len(row.steps) + ahead)
+            self._place(entry, slot, row)
             if row.generator is not None and not _alone(row):
-                generators[row] = row.generator.get_state()
                 entry.wide("q")[0][slot].exponential_(generator=row.generator)
-        if not ahead:
-            entry.feed(ids, lengths)
         graph.replay()
-        entry.stream = torch.cuda.current_stream(entry.key[3])
-        graph.pinned.reverse()
-        for target, result in zip(graph.pinned[0], graph.results, strict=True):
-            target.copy_(result, non_blocking=True)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(entry.stream)
-        return Launch(list(rows), lengths, graph, graph.pinned[0], ready, generators, self._versions())
+        return graph
 
-    def _versions(self) -> list[int]:
-        return [weight._version for weight in self.weights]
-
-    def _place(self, entry: Entry, slot: int, row: Sequence, n_new: int) -> None:
+    def _place(self, entry: Entry, slot: int, row: Sequence) -> None:
         """Set on the device what the draw must know of a row."""
-        p, new, V = row.params, self.placed.get(slot) is not row, entry.vocab_size
+        p, new, V, n_new = row.params, self.placed.get(slot) is not row, entry.vocab_size, len(row.steps)
         if new:
             self.placed[slot] = row
             samples, k, tail = p.temperature > 0, p.top_k if 0 < p.top_k < V else V, 1 - p.top_p if p.top_p < 1 else -1
@@ -184,16 +139,6 @@ def _by_host(row: Sequence) -> bool:
     return bool(p.no_repeat_ngram_size or p.sequence_bias or p.bad_words_ids)
 
 
-def _goes_on(row: Sequence, length: int) -> bool:
-    """Whether the step after the one under way needs nothing from the host, should the row not stop.
-
-    End ids are allowed by the host, once.
-    """
-    p, n_new = row.params, len(row.steps) + 1
-    ends = n_new >= p.max_new_tokens or length + 1 >= row.limits.n_positions or row.cancelled
-    return not (ends or n_new == p.min_new_tokens or _by_host(row) or _alone(row))
-
-
 def _wants(row: Sequence) -> Wants:
     p = row.params
     if _alone(row):
@@ -207,9 +152,12 @@ def _wants(row: Sequence) -> Wants:
     )
 
 
-def _logprob(row: Sequence, slot: int, ids: list[list[int]], numbers: list[list[float]]) -> TokenLogprob | None:
-    if row.params.logprobs is None or _alone(row):
+def _logprob(row: Sequence, numbers: list[float]) -> TokenLogprob | None:
+    if row.params.logprobs is None:
         return None
-    k = min(row.params.logprobs, row.limits.vocab_size - len(row.limits.undecodable_ids))
-    best = zip(ids[1 : k + 1], numbers[3 : k + 3], strict=True)
-    return TokenLogprob(ids[0][slot], numbers[2][slot], [(id[slot], number[slot]) for id, number in best])
+    k, listed = (
+        min(row.params.logprobs, row.limits.vocab_size - len(row.limits.undecodable_ids)),
+        (len(numbers) - 4) // 2,
+    )
+    best = zip(map(int, numbers[4 + listed :]), numbers[4:], strict=False)
+    return TokenLogprob(int(numbers[0]), numbers[3], [*best][:k])

@@ -141,11 +141,11 @@ def per_step(lm: LanguageModel, device: Any, rows: int, **options: Any) -> dict[
 def test_one_wait_a_step_for_all_rows(counted: Any, rows: int) -> None:
     """Ordinary steps took 4 to 8 waits for each row."""
     lm = LanguageModel(small(n_layer=1).to("cuda"))
-    greedy = {"kernel": 0, "copy": 2, "sync": 1, "replay": 1, "capture": 0}
+    greedy = {"kernel": 0, "copy": 2, "sync": 1, "replay": 1, "capture": 0}  # to the device and back
     assert per_step(lm, counted, rows) == greedy
     assert per_step(lm, counted, rows, **SHAPED, logprobs=3) == {**greedy, "kernel": rows}  # random numbers
     bans = per_step(lm, counted, rows, no_repeat_ngram_size=9)
-    assert bans == {**greedy, "copy": 3 + rows}  # the bans of each row
+    assert bans == {**greedy, "copy": 2 + rows}  # the bans of each row
 
 
 @pytest.mark.slow
