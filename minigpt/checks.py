@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -48,3 +49,9 @@ def without_surrogates(text: str) -> str:
         return text.encode(errors="surrogateescape").decode(errors="replace")
     except UnicodeEncodeError:  # other lone surrogates, as arguments have them on Windows, and JSON anywhere
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def agreement(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)

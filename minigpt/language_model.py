@@ -18,7 +18,7 @@ from minigpt.decoding.batch import in_order
 from minigpt.decoding.cuda_graph import graphs_of
 from minigpt.decoding.draft import source_of
 from minigpt.decoding.params import SamplingParams
-from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence, completed
+from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.decoding.streams import Stream, Streams
 from minigpt.errors import PromptError, TokenizerError
 from minigpt.files.checkpoint import write_checkpoint
@@ -154,7 +154,7 @@ class LanguageModel:
             pairs = iter(whole := list(pairs))
             slots = max(1, min(slots, sum(max(one.samples, one.num_beams) for _, one in whole)))
         rows = (row for prompt, one in pairs for row in given.samples(prompt, one, lm.limits))
-        return map(completed, in_order(lm.model, rows, slots, lm._source))
+        return map(given.completed, in_order(lm.model, rows, slots, lm._source))
 
     def generate_each(self, tasks: Iterable[Task], *, batch_size: int = BATCH_SIZE) -> Iterator[Completion | Failure]:
         """Continue prompts with parameters of their own, where one that fails must not stop the others.

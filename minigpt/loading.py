@@ -58,6 +58,7 @@ def load(
     precision = find_dtype(dtype, place)
     folder = locate(model, revision=revision, offline=offline, progress=progress)
     config, tokenizer = _read(folder)
+    # On a CPU parameters stay float32: the products alone are in another format.
     dtypes = {"products": precision} if place.type == "cpu" else {"dtype": precision}
     if isinstance(draft, LanguageModel) or draft in ("lookup", "off", "int8"):
         guesses: str | LanguageModel = draft if isinstance(draft, LanguageModel) else str(draft)

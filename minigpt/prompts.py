@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minigpt.decoding.beams import Search
 from minigpt.decoding.params import SamplingParams
-from minigpt.decoding.sequence import Failure, Limits, Prompt, Sequence
+from minigpt.decoding.sequence import Completion, Failure, Limits, Prompt, Sequence
 from minigpt.errors import MiniGPTError, PromptError, TokenizerError
 
 Ids = SequenceOf[int] | Tensor  # or a 1-D array
@@ -110,3 +110,10 @@ def samples(prompt: Prompt, params: SamplingParams, limits: Limits) -> Iterator[
     if params.num_beams > 1:
         return iter(Search(prompt, params, limits).beams[: params.samples])
     return (Sequence(prompt, params, sample, limits) for sample in range(params.samples))
+
+
+def completed(result: Completion | Failure) -> Completion:
+    """The Completion. Raises the error of a Failure."""
+    if isinstance(result, Failure):
+        raise result.error
+    return result

@@ -39,13 +39,14 @@ def decode(model: GPT2, waiting: Waiting, slots: int, source: Source = "off") ->
                 break
             if row is None:
                 break
+            # A beam brings all beams of its search: the others find themselves in already.
             rows = [] if isinstance(row, Failure) or row.over else [*row.together] or [row]
             rows = [one for one in rows if one not in batch.rows]
             slots = max(slots, len(rows))
             if len(batch.rows) + len(rows) > slots:  # it waits until so many are free
                 break
             for one in rows:
-                yield one, batch.accept(one, batch.admit(one))
+                yield one, batch.draw(one, batch.admit(one))  # its first token, from the logits after the prompt
             if not rows:
                 yield row, None
             batch.drop_finished()
@@ -87,9 +88,9 @@ class Batch:
         """Feed the last token of each row, and its draft: each row with the Steps that it draws, None if that fails."""
         with undisturbed(self.model), torch.inference_mode():
             for slot, row in enumerate(self.rows):
-                if row.source is not None:  # a beam that another one has forked into
-                    self.cache.copy_row(self.rows.index(row.source), slot, len(row.history) - 1, row.shared)
-                    row.source = None
+                if row.forked_from is not None:
+                    self.cache.copy_row(self.rows.index(row.forked_from), slot, len(row.history) - 1, row.shared)
+                    row.forked_from = None
                 if self.cache.lengths[slot] == self.model.config.n_positions:  # only a row that slides gets here
                     row.slid = True
                     self.cache.cut(slot, 0)
@@ -98,14 +99,14 @@ class Batch:
             before = list(self.cache.lengths)
             plain = self.steps.look() and type(self.cache) is KVCache
             drafts = self.drafts.propose(self.rows, self.cache.max_len - max(before) - 1 if plain else 0)
-            results = self.steps.draw(self.rows, self.cache, drafts)
+            results = self.steps.feed(self.rows, self.cache, drafts)
         for slot, (row, draft, drawn) in enumerate(zip(list(self.rows), drafts, results, strict=True)):
             row.passes += 1
             ids: list[int] = []
             for result in drawn:
                 if row.over:
                     break
-                step = self.accept(row, result)
+                step = self.draw(row, result)
                 yield row, step
                 ids += [step.id] if step else []
                 if step is None or ids != draft[: len(ids)]:
@@ -113,7 +114,7 @@ class Batch:
             self.drafts.count(row, ids)
             self.cache.cut(slot, before[slot] + max(len(ids), 1))
 
-    def accept(self, row: Sequence, logits: Tensor | Drawn) -> Step | None:
+    def draw(self, row: Sequence, logits: Tensor | Drawn) -> Step | None:
         """The row's draw, from logits [V]. Where they are not finite, its error names the weight at fault."""
         step = row.accept(logits)
         if isinstance(row.error, CheckpointError):

@@ -19,9 +19,10 @@ import math
 import torch
 from torch import Tensor
 
+from minigpt.checks import agreement
 from minigpt.decoding.params import SamplingParams
 from minigpt.decoding.sampling import process
-from minigpt.decoding.sequence import Drawn, Limits, Prompt, Sequence, Step, agreement
+from minigpt.decoding.sequence import Drawn, Limits, Prompt, Sequence, Step
 from minigpt.errors import MiniGPTError, NoTokenError
 
 _NEVER = -1e9  # the score of no sequence, below those of all others
@@ -132,7 +133,7 @@ class Search:
         for source, _ in chosen:
             beam = spare.pop() if source in self.running else source
             if beam is not source:
-                beam.source, beam.shared = source, agreement(beam.history, source.history)
+                beam.forked_from, beam.shared = source, agreement(beam.history, source.history)
             self.running.append(beam)
         for beam, drawn in zip(self.running, grown, strict=True):
             beam.drawn, beam.history = drawn, [*self.prompt.ids, *(id for id, _ in drawn)]

@@ -19,15 +19,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from minigpt.checks import short_repr
+from minigpt.checks import agreement, short_repr
 from minigpt.decoding.sampling import draw, process
-from minigpt.decoding.sequence import Limits, Sequence, agreement
+from minigpt.decoding.sequence import Limits, Sequence
 from minigpt.decoding.step import Steps
 from minigpt.errors import MiniGPTError
 from minigpt.network.cache import KVCache
-from minigpt.network.linear import Linear, sharing
+from minigpt.network.linear import Linear
 from minigpt.network.model import GPT2
-from minigpt.network.products import Packed
+from minigpt.network.products import Packed, sharing
 
 Source = GPT2 | Literal["lookup", "off"]  # a model drafts where look-up has nothing better
 Seen = dict[tuple[int, ...], int]  # {n-gram of a row: the position after it, the last time}

@@ -76,13 +76,6 @@ class Failure:
     finish_reason = "error"  # as in Sequence: there is nothing left to do
 
 
-def completed(result: Completion | Failure) -> Completion:
-    """The Completion. Raises the error of a Failure."""
-    if isinstance(result, Failure):
-        raise result.error
-    return result
-
-
 @dataclass(frozen=True)
 class Limits:
     """What a sequence must know of its model.
@@ -115,12 +108,6 @@ class Limits:
         return list(ids) or [self.bos_id or 0]
 
 
-def agreement(a: SequenceOf[int], b: SequenceOf[int]) -> int:
-    """How many ids both begin with."""
-    shorter = min(len(a), len(b))
-    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
-
-
 class Prompt:
     """A prompt's checked token ids and, once they are computed, the logits [V] after them: its samples share both."""
 
@@ -143,7 +130,7 @@ class Sequence:
     """One sample of a prompt being continued: its tokens, its random numbers, and the text that it may show."""
 
     together: SequenceOf[Sequence] = ()  # all beams of a search: they are admitted at once
-    source: Sequence | None = None  # the beam whose tokens it has taken over, those after the first `shared`
+    forked_from: Sequence | None = None  # the beam whose tokens it has taken over, those after the first `shared`
     shared = 0
     score: float | None = None
     passes = 0

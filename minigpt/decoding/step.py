@@ -6,8 +6,7 @@ takes weights and products out of them once, and is made of model.py's functions
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -45,13 +44,8 @@ class Steps:
         self.look()
         return self._logits(ids, cache)
 
-    def draw(
-        self, rows: list[Sequence], cache: KVCache, drafts: SequenceOf[list[int]]
-    ) -> SequenceOf[SequenceOf[Drawn | Tensor] | Tensor] | Tensor:
-        """Feed each row's last token and its draft, after `look`: the logits [B,T,V], of the longest draft.
-
-        Or what CUDA graphs draw after the last tokens, one each.
-        """
+    def feed(self, rows: list[Sequence], cache: KVCache, drafts: list[list[int]]) -> Iterable[Iterable[Drawn | Tensor]]:
+        """Feed each row's last token and its draft, after `look`: the logits [B,T,V], or what CUDA graphs draw."""
         if isinstance(cache, Slots) and (drawn := cache.draw(self.step, rows)) is not None:
             return [[one] for one in drawn]
         ids = [[row.history[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]

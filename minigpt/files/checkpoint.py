@@ -162,7 +162,10 @@ def load_model(
 
 
 def _choose_products(model: GPT2, tensors: dict[str, Stored], products: torch.dtype) -> None:
-    """Have each matrix packed at its first use, from a mapping of its own whose pages are given back then."""
+    """Have each matrix packed at its first use, from a second mapping, whose pages are given back then.
+
+    The first one's pages hold the parameters, which stay.
+    """
     mappings, use = {path: MappedFile(path) for path in {item.file for item in tensors.values()}}, Use()
     for name, layer in model.named_modules():
         if isinstance(layer, Linear) or (layer is model.wte and model.config.tie_word_embeddings):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from minigpt import scoring
 from minigpt.errors import CheckpointError, PromptError
 from minigpt.network.config import GPT2Config
-from minigpt.network.linear import Linear, sharing
+from minigpt.network.linear import Linear
 from minigpt.network.model import GPT2, Record, undisturbed
-from minigpt.network.products import Packed
+from minigpt.network.products import Packed, sharing
 
 Head = tuple[int, int]  # layer, head
 

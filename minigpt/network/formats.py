@@ -34,7 +34,7 @@ class Plain(Product):
         return F.linear(x, self.weight, bias)
 
 
-class Unpacked(Product):
+class OneDNN(Product):
     """oneDNN on the weight as it is, (in, out) or (out, in) in memory.
 
     oneDNN compiles code for every number of rows that it meets and keeps it, 0.65 MB each, so that reading texts of all
@@ -63,7 +63,7 @@ class Unpacked(Product):
         return min(-(-rows // step) * step, self.most)
 
 
-class Float32(Unpacked):
+class Float32(OneDNN):
     """oneDNN on a copy in its own order."""
 
     name = "oneDNN, packed"
@@ -81,7 +81,7 @@ class Use:
         self.few_rows = max(self.few_rows + (4 if 1 < rows <= 64 else -1), 0)
 
 
-class InPlace(Unpacked):
+class InPlace(OneDNN):
     """For a CPU without AVX-512: one row by the weight as it lies in the file, a few rows by oneDNN's copy.
 
     One row: GPT-2's matrices lie (in, out). The sum over `in` is cut into parts, which are computed as a batch, by all

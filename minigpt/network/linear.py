@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,7 +37,7 @@ class Embedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of `ids`."""
         if self.packed and self.weight.is_cpu and self.weight.dtype == torch.float32:
-            self.packed.of(self.weight)  # the largest first: while it is packed, memory holds it twice
+            self.packed.of(self.weight)  # now, for `logits`: the largest first, as memory holds it twice meanwhile
         return super().forward(ids)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -74,18 +73,3 @@ def taken(layer: Any) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
     product = product_of(weight, layer.packed)
     return lambda x: product(x, bias)
-
-
-def sharing(module: Any) -> Any:
-    """A copy of the module and of those in it, with the same tensors, products and hooks.
-
-    Raises ValueError where a method was replaced: it may be bound to the original, and so to its weights.
-    """
-    replaced = [name for name in vars(module) if callable(getattr(type(module), name, None))]
-    if replaced:
-        raise ValueError(f"{type(module).__name__}.{replaced[0]} was replaced")
-    shared = copy.copy(module)
-    vars(shared).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
-    for name, child in module.named_children():
-        shared.add_module(name, sharing(child))
-    return shared

@@ -21,6 +21,7 @@ numbers.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from minigpt.network import formats
 from minigpt.network.formats import Plain, Product
 
-IN_PLACE: tuple[type[Product], ...] = (formats.Unpacked, Plain)  # of a weight that is not packed
+IN_PLACE: tuple[type[Product], ...] = (formats.OneDNN, Plain)  # of a weight that is not packed
 FORMATS: dict[torch.dtype, tuple[type[Product], ...]] = {  # the first that works here is used
     torch.float32: (formats.InPlace, formats.Float32, Plain),
     torch.float16: (formats.Float16, formats.PlainFloat16),
@@ -153,3 +154,18 @@ def forget(model: nn.Module) -> None:
     for weight in model.parameters():
         if not weight.is_inference():
             torch.autograd.graph.increment_version(weight)
+
+
+def sharing(module: Any) -> Any:
+    """A copy of the module and of those in it, with the same tensors, products and hooks.
+
+    Raises ValueError where a method was replaced: it may be bound to the original, and so to its weights.
+    """
+    replaced = [name for name in vars(module) if callable(getattr(type(module), name, None))]
+    if replaced:
+        raise ValueError(f"{type(module).__name__}.{replaced[0]} was replaced")
+    shared = copy.copy(module)
+    vars(shared).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
+    for name, child in module.named_children():
+        shared.add_module(name, sharing(child))
+    return shared

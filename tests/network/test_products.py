@@ -20,11 +20,11 @@ from torch import Tensor
 import minigpt
 from minigpt import CheckpointError
 from minigpt.network import formats, products
-from minigpt.network.formats import Product, Unpacked
+from minigpt.network.formats import OneDNN, Product
 from minigpt.network.linear import Embedding, Linear
 from minigpt.network.products import Packed, works
 
-EXACT = (formats.Plain, formats.Unpacked, formats.Float32)
+EXACT = (formats.Plain, formats.OneDNN, formats.Float32)
 FLOAT16 = (formats.Float16, formats.PlainFloat16)
 INT8 = (formats.Int8, formats.Int8Narrow, formats.PlainInt8)
 EVERY = (*EXACT, *FLOAT16, *INT8)
@@ -82,9 +82,9 @@ def test_the_slower_way_gives_the_same_numbers(fast: type[Product], plain: type[
 
 def test_any_number_of_rows_gives_the_same_with_few_kernels() -> None:
     """oneDNN keeps 0.65 MB of code for each number of rows."""
-    needs(Unpacked)
+    needs(OneDNN)
     weight, bias, x = random(6, 24, seed=1), random(6, seed=2), random(1300, 24)
-    wanted, product = F.linear(x, weight, bias), Unpacked(weight)
+    wanted, product = F.linear(x, weight, bias), OneDNN(weight)
     for rows in range(1, 1300, 7):
         assert torch.allclose(product(x[:rows], bias), wanted[:rows], atol=1e-5)
     assert len({product._size(rows) for rows in range(1, 5000)}) == 32

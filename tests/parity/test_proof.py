@@ -109,8 +109,8 @@ def test_prompts_from_files(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert all(check.passed is not False for check in run.run(folder, offline=True, device="cpu", against=made))
     for bad, words in {
         '{"ids": [5], "prompt": "a"}': "line 1: give one of",
-        '{"ids": "5"}': "line 1: give one of",
-        '{"ids": [5], "top_k": 3}': "line 1: unknown key 'top_k'",
+        '{"ids": "5"}': "line 1: ids must be a list of token ids",
+        '{"ids": [5], "top_k": 3}': "line 1: give a prompt (text) or ids (a list of token ids) alone",
         '{"ids": [500]}': "token id 500 is outside the vocabulary",
         "5": "line 1: a line must be a JSON object",
         '{"prompt": "a"}': "no tokenizer",
