@@ -68,14 +68,14 @@ def test_a_stream_is_closed_from_another_thread(lm: LanguageModel, monkeypatch: 
     next(stream)
     hidden = lm.model.hidden
     steps = type(stream._drawn.gi_frame.f_locals["batch"].steps)
-    draw = steps.draw
+    feed = steps.feed
 
     def slow(self: object, *args: object) -> object:
         inside.set()
         assert go_on.wait(20)
-        return draw(self, *args)
+        return feed(self, *args)
 
-    monkeypatch.setattr(steps, "draw", slow)
+    monkeypatch.setattr(steps, "feed", slow)
     with ThreadPoolExecutor(1) as pool:
         rest = pool.submit(list, stream)
         assert inside.wait(20)

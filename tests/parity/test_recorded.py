@@ -154,7 +154,13 @@ FAULTS: list[tuple[Callable[[LanguageModel, Patch], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize("fault, where", FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+@pytest.mark.parametrize(
+    "fault, where",
+    [
+        pytest.param(*fault, id=fault[0].__name__, marks=[pytest.mark.slow] * (i % 3 > 0))
+        for i, fault in enumerate(FAULTS)
+    ],
+)
 def test_a_planted_fault_is_found_and_located(
     fault: Callable[[LanguageModel, Patch], None], where: str, folder: Path, record: Record, monkeypatch: Patch
 ) -> None:
@@ -231,6 +237,7 @@ def test_another_format_keeps_them_within_its_own_band(folder: Path, record: Rec
     kept(recorded.compare(load(folder), own))
 
 
+@pytest.mark.slow
 def test_numbers_of_transformers_written_by_the_script_are_kept(tmp_path: Path, capsys: Any) -> None:
     """The second reading of the format: projections, lengths and margins are computed without minigpt."""
     folder, file = gpt2_folder(tmp_path / "m"), tmp_path / "theirs.json"
@@ -260,6 +267,7 @@ def test_numbers_of_transformers_written_by_the_script_are_kept(tmp_path: Path, 
 # The tokenizer
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_found_by_the_ids_of_texts_and_by_its_tokens(tmp_path: Path) -> None:
     folder = write_official(gpt2_folder(tmp_path / "m"))
     record = json.loads(json.dumps(recorded.record(load(folder))))
