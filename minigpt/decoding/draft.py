@@ -35,7 +35,12 @@ Seen = dict[tuple[int, ...], int]  # {n-gram of a row: the position after it, th
 MOST_ROWS = 4  # of a batch that drafts: a larger one fills a pass with rows
 _LONGEST = 15  # drafted tokens: with the row's last one, 16 rows of a product
 _NGRAMS = {3: 0.7, 2: 0.4}  # sizes to look up, longest first, and the share of right guesses to expect at first
-_SPEED = {torch.float32: 1.0, torch.bfloat16: 0.5, torch.float16: 0.55, torch.int8: 0.43}  # time to read a weight
+_SPEED = {
+    torch.float32: 1.0,
+    torch.bfloat16: 0.5,
+    torch.float16: 0.55,
+    torch.int8: 0.43,
+}  # time to read a weight, AVX-512
 
 
 def source_of(draft: Any, model: GPT2, limits: Limits) -> Source:
@@ -80,7 +85,7 @@ class Drafts:
     """The drafts of one call, whose rows come and go between passes."""
 
     def __init__(self, target: GPT2, source: Source) -> None:
-        self.source, self.seen = source, dict[Sequence, Seen]()
+        self.source, self.packed, self.seen = source, target.output.packed, dict[Sequence, Seen]()
         self.rates = {size: Rate(first) for size, first in _NGRAMS.items()}
         self.model = DraftModel(source, target) if isinstance(source, GPT2) else None
         self.guesses: dict[Sequence, list[tuple[Rate, list[int]]]] = {}  # of this pass, used or not
@@ -94,11 +99,12 @@ class Drafts:
         self.seen = {row: self.seen.get(row, {}) for row in rows}
         found = [_look_up(self.seen[row], row.history) for row in rows]
         looked = [(self.rates[size], ids[:left]) for (size, ids), left in zip(found, room, strict=True)]
-        gain, k = _best([(rate, len(ids)) for rate, ids in looked])
+        copies = bool(self.packed and self.packed.use.copies)
+        gain, k = _best([(rate, len(ids)) for rate, ids in looked], copies)
         self.guesses = {row: [guess] for row, guess in zip(rows, looked, strict=True)}
         if self.model:
             room = [min(left, self.model.room(rows)) for left in room]
-            other, length = _best([(self.model.rate, left) for left in room], self.model.cost)
+            other, length = _best([(self.model.rate, left) for left in room], copies, self.model.cost)
             use = other > gain
             drafts = self.model.guess(rows, [min(left, length) for left in room]) if use else [[] for _ in rows]
             for row, ids in zip(rows, drafts, strict=True):
@@ -126,25 +132,33 @@ def _look_up(seen: Seen, ids: list[int]) -> tuple[int, list[int]]:
     return size, found
 
 
-def _best(rows: SequenceOf[tuple[Rate, int]], cost: float = 0.0) -> tuple[float, int]:
+def _best(rows: SequenceOf[tuple[Rate, int]], copies: bool, cost: float = 0.0) -> tuple[float, int]:
     """The most tokens that are expected in the time of a pass without drafts, and how many to draft for that.
 
     rows: each one's rate, and the most that it can draft.     cost: of a drafted token, in passes.
     """
-    n = len(rows)
+    n, alone = len(rows), _time(len(rows), copies)
 
     def gain(k: int) -> float:
-        return sum(rate.tokens(min(k, most)) for rate, most in rows) / (_time((k + 1) * n) / _time(n) + k * cost)
+        time = _time((k + 1) * n, copies) / alone + k * cost
+        return sum(rate.tokens(min(k, most)) for rate, most in rows) / time
 
     best = max(range(1 + max(most for _, most in rows)), key=gain)
     return gain(best), best
 
 
-def _time(n: int) -> float:
-    """How long a pass over n tokens takes, in passes over one (GPT-2 124M on 2 cores of a Zen 5, and of a Zen 3)."""
-    if torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+def _time(n: int, copies: bool) -> float:
+    """How long a pass over n tokens takes, in passes over one (GPT-2 124M on 2 cores of a Zen 5, and of a Zen 3).
+
+    copies: whether the model's products have copies for a few rows (formats.InPlace).
+    """
+    if n == 1 or _wide():
         return 1 + 0.06 * (n - 1)
-    return 1.0 if n == 1 else 1.5 + 0.08 * n
+    return 1.6 + 0.09 * n if copies else 2.2 + 0.12 * n
+
+
+def _wide() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def in_int8(model: GPT2) -> GPT2:
@@ -226,5 +240,6 @@ def _copy(generator: torch.Generator | None) -> torch.Generator | None:
 def _size(model: GPT2) -> float:
     """How long a pass over one token takes, in float32 parameters read: its calls take as long as 8 million."""
     packed = model.output.packed
-    speed = _SPEED[packed.dtype if packed else model.wte.weight.dtype]
+    dtype = packed.dtype if packed else model.wte.weight.dtype
+    speed = 0.65 if dtype == torch.int8 and not _wide() else _SPEED[dtype]
     return 8e6 + sum(weight.numel() for weight in model.parameters()) * speed

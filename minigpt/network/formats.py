@@ -73,12 +73,13 @@ class Float32(OneDNN):
 
 
 class Use:
-    """How often a model's steps have had a few rows lately. Its head counts, which sees one row of a prompt."""
+    """Whether copies pay: whether a few rows are frequent. The head counts, which sees one row of a prompt."""
 
-    few_rows = 0
+    copies, few_rows = False, 0
 
     def count(self, rows: int) -> None:
-        self.few_rows = max(self.few_rows + (4 if 1 < rows <= 64 else -1), 0)
+        self.few_rows = min(max(self.few_rows + (4 if 1 < rows <= 64 else -1), 0), 100)
+        self.copies = self.few_rows > (0 if self.copies else 32)
 
 
 class InPlace(OneDNN):
@@ -86,7 +87,7 @@ class InPlace(OneDNN):
 
     One row: GPT-2's matrices lie (in, out). The sum over `in` is cut into parts, which are computed as a batch, by all
     threads: 1.4 times as fast as oneDNN on its copy (Zen 3, 2 cores, all of 124M's). The head lies (out, in): oneDNN.
-    Few rows: the copy is 1.5 times as fast. It is made for good, in place of the file, once they are frequent.
+    Few rows: the copy is 1.5 times as fast. While they are frequent, it stands in for the file's pages.
     """
 
     name = "oneDNN, one row in parts"
@@ -101,15 +102,14 @@ class InPlace(OneDNN):
         self.use = Use()  # shared by the products of a model
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.copy:
-            return self.copy(x, bias)
         rows = x.numel() // x.shape[-1]
         if self.parts == 1:
             self.use.count(rows)
-        if self.use.few_rows > 32:  # the head comes first, the largest: memory holds a matrix twice meanwhile
-            self.copy, self.weight, self.matrix = Float32(self.weight), None, None
+        if self.use.copies is (self.copy is None):  # the head comes first, the largest: memory holds it twice meanwhile
+            self.copy = Float32(self.weight) if self.use.copies else None
             if self.release:
                 self.release()
+        if self.copy:
             return self.copy(x, bias)
         if rows > 1 or self.parts == 1:
             return super().__call__(x, bias)
