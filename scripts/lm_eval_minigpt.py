@@ -42,6 +42,7 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
         offline: bool = False,
         max_batch_size: int | None = None,
         max_gen_toks: int = 256,
+        max_length: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -49,7 +50,8 @@ class MiniGPT(TemplateLM):  # type: ignore[misc]
         if self.lm.limits.tokenizer is None:
             raise TokenizerError(f"{pretrained} has no tokenizer, and the harness gives texts")
         self.batch_size = 8 if str(batch_size).startswith("auto") else int(batch_size)
-        self.max_length = self.lm.config.n_positions
+        n_positions = self.lm.config.n_positions
+        self.max_length = min(int(max_length or n_positions), n_positions)
         self.max_gen_toks, self.seed = int(max_gen_toks), int(seed)
 
     @property
