@@ -78,8 +78,8 @@ class Use:
     copies, few_rows = False, 0
 
     def count(self, rows: int) -> None:
-        self.few_rows = min(max(self.few_rows + (4 if 1 < rows <= 64 else -1), 0), 100)
-        self.copies = self.few_rows > (0 if self.copies else 32)
+        self.few_rows = min(max(self.few_rows + (8 if 1 < rows <= 64 else -1), 0), 100)
+        self.copies = self.few_rows > (0 if self.copies else 12)  # from the second such step to 100 others
 
 
 class InPlace(OneDNN):

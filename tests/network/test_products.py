@@ -24,7 +24,7 @@ from minigpt.network.formats import OneDNN, Product
 from minigpt.network.linear import Embedding, Linear
 from minigpt.network.products import Packed, works
 
-EXACT = (formats.Plain, formats.OneDNN, formats.Float32)
+EXACT = (formats.Plain, formats.OneDNN, formats.Float32, formats.InPlace)
 FLOAT16 = (formats.Float16, formats.PlainFloat16)
 INT8 = (formats.Int8, formats.Int8Narrow, formats.PlainInt8)
 EVERY = (*EXACT, *FLOAT16, *INT8)
@@ -327,3 +327,20 @@ def test_the_hosts_default_dtype_and_device_change_nothing(folder: Path, dtype: 
     cache = minigpt.KVCache(lm.config)
     assert cache.keys.is_cpu and cache.keys.dtype == torch.float32
     assert torch.equal(lm.model(ids, cache), wanted[0])
+
+
+@pytest.mark.parametrize("layout", ["(in, out)", "(out, in)"])
+def test_one_row_in_parts_and_copies_for_a_few(layout: str) -> None:
+    """Copies come with the second step of a few rows and go after 100 of one; both give the same numbers."""
+    needs(formats.InPlace)
+    weight, bias = torch.randn(48, 64), torch.randn(48)
+    released = []
+    product = formats.InPlace(weight.t().contiguous().t() if layout == "(in, out)" else weight)
+    product.release = lambda: released.append(product.copy is not None)
+    for rows in (1, 5, 1, 5, 5, *[1] * 120, 200, 5, 5):
+        if layout == "(in, out)":
+            product.use.count(rows)  # the head's work
+        x = torch.randn(rows, 64)
+        assert torch.allclose(product(x, bias), torch.nn.functional.linear(x, weight, bias), atol=2e-5)
+        assert torch.allclose(product(x[None], None), torch.nn.functional.linear(x[None], weight), atol=2e-5)
+    assert released == [True, False, True]
