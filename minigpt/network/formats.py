@@ -111,7 +111,7 @@ class InPlace(OneDNN):
                 self.release()
         if self.copy:
             return self.copy(x, bias)
-        if rows > 1 or self.parts == 1:
+        if rows != 1 or self.parts == 1:
             return super().__call__(x, bias)
         K, N = self.matrix.shape
         parts = torch.bmm(x.reshape(self.parts, 1, K // self.parts), self.matrix.view(self.parts, K // self.parts, N))
