@@ -87,7 +87,8 @@ class InPlace(OneDNN):
 
     One row: GPT-2's matrices lie (in, out). The sum over `in` is cut into parts, which are computed as a batch, by all
     threads: 1.4 times as fast as oneDNN on its copy (Zen 3, 2 cores, all of 124M's). The head lies (out, in): oneDNN.
-    Few rows: the copy is 1.5 times as fast. While they are frequent, it stands in for the file's pages.
+    Few rows: the copy is 1.5 times as fast. While they are frequent, it stands in for the file's pages: so the calls
+    before a call decide how it rounds.
     """
 
     name = "oneDNN, one row in parts"
