@@ -97,14 +97,16 @@ def new(model: Any, ids: list[int], options: dict[str, Any], room: int) -> dict[
     config = transformers.GenerationConfig(**given, **settings, output_scores=True, return_dict_in_generate=True)
     model.generation_config = config  # in place of the end ids and the sampling that the model comes with
     out = model.generate(inputs, attention_mask=torch.ones_like(inputs))
-    margins, generator = [], torch.Generator().manual_seed(seed or 0)
+    margins, random, generator = [], {}, torch.Generator().manual_seed(seed or 0)
     for scores in out.scores:
         scores = scores[0].float()
         if seed is not None:
-            scores = scores.log_softmax(0) - torch.empty_like(scores).exponential_(1, generator=generator).log()
+            q = torch.empty_like(scores).exponential_(1, generator=generator)
+            random = random or {"random": [float(f"{x:.4g}") for x in q[:4].tolist()]}
+            scores = scores.log_softmax(0) - q.log()
         best, second = scores.topk(2).values.tolist()
         margins.append(min(99.0, best - second))
-    return {"options": options, "new": out.sequences[0, len(ids) :].tolist(), "margins": margins}
+    return {"options": options, **random, "new": out.sequences[0, len(ids) :].tolist(), "margins": margins}
 
 
 @torch.no_grad()

@@ -92,7 +92,15 @@ def drawn(lm: LanguageModel, ids: list[int], options: Mapping[str, Any], count: 
     logits = lm.model(torch.tensor([history[:-1]], device=lm.device))[0, len(ids) - 1 :].float().cpu()
     pairs = (race(lm, row, history[: len(ids) + at], at, params).topk(2).values for at, row in enumerate(logits))
     margins = [min(99.0, float(f"{best - second:.3g}")) for best, second in pairs]
-    return {"options": dict(options), "new": new, "margins": margins}
+    random = {"random": random_numbers(lm, options["seed"])} if "seed" in options else {}
+    return {"options": dict(options), **random, "new": new, "margins": margins}
+
+
+def random_numbers(lm: LanguageModel, seed: int) -> list[float]:
+    """The first four that torch draws after the seed, Exp(1): another build of it may draw others."""
+    q = torch.empty(lm.config.vocab_size, device=lm.device)
+    q.exponential_(generator=torch.Generator(lm.device).manual_seed(seed))
+    return [float(f"{x:.4g}") for x in q[:4].tolist()]
 
 
 def apart_in_module(ours: Figures, theirs: Figures) -> float:

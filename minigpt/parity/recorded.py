@@ -31,6 +31,7 @@ from minigpt.parity.figures import (
     layer_figures,
     logit_figures,
     loss,
+    random_numbers,
 )
 from minigpt.parity.record_file import FORMAT, read
 from minigpt.parity.reference import PROMPTS, check_layers, choose_prompts
@@ -135,6 +136,9 @@ def _compare_prompt(
         title = f"{kind} after {shown(name)}"
         if kind == "sampled" and new and (made["device"], made["dtype"]) != (lm.device.type, format_of(lm)):
             why = f"drawn on {made['device']} in {made['dtype']}: other kinds of device and formats draw other ids"
+            yield Check("recorded", title, None, why, dtype=format_of(lm), applies=False)
+        elif any(line["random"] != random_numbers(lm, line["options"]["seed"]) for line in new if kind == "sampled"):
+            why = f"torch {made['torch']} drew other random numbers from the seed than {torch.__version__} does here"
             yield Check("recorded", title, None, why, dtype=format_of(lm), applies=False)
         elif new:
             yield measured(lm, "recorded", title, apart_in_new(lm, ids, new, 2 * allowed))

@@ -225,6 +225,18 @@ def test_other_products_keep_them(folder: Path, record: Record, monkeypatch: Pat
     kept(recorded.compare(load(folder), record))
 
 
+def test_a_torch_with_other_random_numbers_says_so(folder: Path, record: Record) -> None:
+    """2.4 and 2.13 draw other numbers from one seed."""
+    other = json.loads(json.dumps(record))
+    for line in other["numbers"]:
+        if "random" in line:
+            line["random"][0] += 0.1
+    checks = recorded.compare(load(folder), other)
+    kept(checks)
+    sampled = [check for check in checks if check.name.startswith("sampled")]
+    assert sampled and all(check.passed is None and "other random numbers" in check.detail for check in sampled)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_another_format_keeps_them_within_its_own_band(folder: Path, record: Record, dtype: str) -> None:
     lm = load(folder, dtype=dtype)
