@@ -192,7 +192,7 @@ def _add_parity(commands: Any) -> None:
 
 def _when(text: str) -> bool | str:
     """--early-stopping."""
-    return {"true": True, "false": False}.get(text, text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _bias(text: str) -> tuple[int, float]:
