@@ -71,6 +71,8 @@ class Search:
         self.n_new, late = self.n_new + 1, self.beams[0].late
         N, size = len(self.beams), self.n_new**self.params.length_penalty
         scores, candidates = self.candidates()
+        if not candidates:
+            return self.finish(late)
         last = late or self.n_new == self.most
         ends = torch.tensor([last or self.ends(beam, id) for beam, id in candidates], device="cpu")
 
@@ -78,7 +80,9 @@ class Search:
         done = ends & (torch.arange(len(ends), device="cpu") < N)
         self.best, kept = torch.cat([self.best, scores / size + (~done).float() * _NEVER]).topk(N)
         self.complete = torch.cat([self.complete, done])[kept]
-        self.found = [self.found[i] if i < N else self.grown(*candidates[i - N]) for i in kept.tolist()]
+        real = done & (scores > _NEVER / 2)  # anything else fills a place, and has no tokens
+        new = [self.grown(*candidates[i]) if real[i] else [] for i in range(len(ends))]
+        self.found = [(self.found + new)[i] for i in kept.tolist()]
 
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             size = self.most**self.params.length_penalty
@@ -89,12 +93,12 @@ class Search:
             self.go_on([candidates[i] for i in run_on.tolist()])
 
     def candidates(self) -> tuple[Tensor, list[tuple[Beam, int]]]:
-        """The K best continuations, best first: their scores [K], and of each the beam and the token after it."""
+        """The K best continuations, best first: scores [K], beams and next tokens. None where all are barred."""
         rows = torch.stack([self.logits[beam] for beam in self.running]).float().log_softmax(-1)  # (N, V)
         rows = torch.stack([self.processed(beam, row) for beam, row in zip(self.running, rows, strict=True)])
         scores = (rows + self.scores.to(rows.device)[:, None]).flatten()
         if scores.max() == -math.inf:
-            raise NoTokenError("no token is left to draw: the parameters bar all, after each of the beams")
+            return scores[:0], []
         K = min(self.keep * len(rows), len(scores))
         if self.params.temperature > 0:
             self.generator = self.generator or torch.Generator(rows.device).manual_seed(self.beams[0].seed or 0)
@@ -143,9 +147,9 @@ class Search:
         """Write the results into the beams, the best into the first, as if each had drawn its tokens."""
         for beam, found, score in zip(self.beams, self.found, self.best.tolist(), strict=True):
             beam.history, beam.score = list(self.prompt.ids), score
-            for id, logprob in found if score > -math.inf else ():
+            for id, logprob in found:
                 if beam.finish_reason is None:
                     beam.take(id, logprob, late and len(beam.steps) + 1 == self.n_new)
             if not beam.steps:
-                beam.error = NoTokenError("no token is left to draw: the parameters leave fewer sequences than samples")
+                beam.error = NoTokenError("no token is left to draw: the parameters bar all before so many texts end")
             beam.finish_reason = "error" if beam.error else beam.finish_reason or "stop"

@@ -219,6 +219,26 @@ def test_beams_share_a_prefill_and_copy_only_what_differs(pair: Pair, monkeypatc
     assert sum(copied) < 5 * sum(range(11)) / 2  # of what a copy of every beam would be
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_cache_of_a_search_takes_what_its_formula_says(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values: 2 x layers x rows x width x tokens x bytes, while it runs; the last token needs none."""
+    caches, step = [], Batch.step
+
+    def stepped(batch: Batch) -> Any:
+        kept = (batch.cache.keys, batch.cache.values)
+        caches.append((kept[0].element_size(), sum(each.untyped_storage().nbytes() for each in kept)))
+        return step(batch)
+
+    monkeypatch.setattr(Batch, "step", stepped)
+    lm = LanguageModel(from_hf(hf_model()).to(dtype))
+    for beams, rows, n_prompt, new, tokens in ((5, 1, 6, 10, 15), (2, 4, 6, 10, 15), (3, 3, 9, 99, 32)):
+        caches.clear()
+        params = SamplingParams(num_beams=beams, max_new_tokens=new, stop_ids=())
+        list(lm.generate_many([[5] * n_prompt] * rows, params, batch_size=rows))
+        size = {nbytes for _, nbytes in caches}
+        assert size == {2 * 3 * max(beams, rows) * 24 * tokens * caches[0][0]}, (beams, rows, caches)
+
+
 def test_a_search_that_fails_leaves_the_others_alone(pair: Pair) -> None:
     good = SamplingParams(num_beams=2, max_new_tokens=3)
     bad = SamplingParams(num_beams=3, samples=2, suppress_tokens=range(64))
@@ -233,6 +253,28 @@ def test_beams_that_have_no_token_left_end_while_others_go_on(pair: Pair) -> Non
     first = pair.lm.generate([3, 4, 5, 6], max_new_tokens=1, stop_ids=()).ids[0]
     words = [[first, other] for other in range(64)]
     pair.check([3, 4, 5, 6], num_beams=3, max_new_tokens=4, stop_ids=[], bad_words_ids=words)
+
+
+@pytest.mark.parametrize("early", EARLY)
+def test_what_is_complete_is_given_where_no_beam_can_go_on(pair: Pair, early: bool | str) -> None:
+    """The likeliest token ends, and no token may follow another. transformers fills up with sequences at -1e9."""
+    prompt = [3, 4, 5]
+    [end] = pair.lm.generate(prompt, max_new_tokens=1, stop_ids=()).ids
+    options: dict[str, Any] = {"num_beams": 2, "max_new_tokens": 4, "early_stopping": early, "stop_ids": [end]}
+    options["bad_words_ids"] = [[one, other] for one in {*range(64)} - {*prompt, end} for other in range(64)]
+    pair.check(prompt, **options)
+    [first, second] = pair.lm.generate_each([(prompt, SamplingParams(samples=2, **options))])
+    assert isinstance(first, Completion) and first.ids == [end]
+    assert isinstance(second, Failure) and "before so many texts end" in str(second.error)
+
+
+def test_no_sequence_is_given_twice_where_too_few_tokens_are_left(pair: Pair) -> None:
+    """The beams that are all the same at first count for nothing in the end, either."""
+    params = SamplingParams(num_beams=4, samples=4, max_new_tokens=1, suppress_tokens=range(2, 64), stop_ids=())
+    found = list(pair.lm.generate_each([([3, 4, 5], params)]))
+    assert sorted(one.ids for one in found if isinstance(one, Completion)) == [[0], [1]]
+    assert [type(one) for one in found[2:]] == [Failure, Failure]
+    assert len(pair.lm.generate([3, 4, 5], params, max_new_tokens=2)) == 4  # two tokens make four sequences
 
 
 def test_damaged_weights_are_named() -> None:
@@ -319,7 +361,7 @@ def test_what_does_not_go_together_is_said(pair: Pair) -> None:
         ({"early_stopping": 1}, "early_stopping must be True or False or 'never', not 1"),
         ({"early_stopping": "always"}, "early_stopping must be True or False or 'never', not 'always'"),
         ({"typical_p": 0}, "typical_p must be above 0, not 0"),
-        ({"typical_p": 1.5}, "typical_p must be a finite number .*1.5"),
+        ({"typical_p": 1.5}, "typical_p must be a finite number of at most 1, not 1.5"),
         ({"epsilon_cutoff": 1.5}, "epsilon_cutoff must be a finite number from 0 to 1, not 1.5"),
         ({"eta_cutoff": -0.1}, "eta_cutoff must be a finite number from 0 to 1, not -0.1"),
         ({"bad_words": [""]}, "bad_words must be a non-empty string"),
@@ -368,7 +410,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     expected = minigpt.load(folder, device="cpu").generate(
         [[5, 6, 7]], num_beams=3, samples=2, max_new_tokens=4, early_stopping=True, length_penalty=2.0
     )
-    options = ["--samples", "2", "--early-stopping", "true", "--length-penalty", "2"]
+    options = ["--samples", "2", "--early-stopping", "True", "--length-penalty", "2"]
     main([*args, *options, "--json"])
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["ids"], one["score"]) for one in found] == [(one.ids, one.score) for one in expected]

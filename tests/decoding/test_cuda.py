@@ -18,6 +18,7 @@ from tiny import from_hf, hf_model
 from minigpt import GPT2 as Model
 from minigpt import Failure, GPT2Config, LanguageModel, SamplingParams
 from minigpt.decoding import cuda_graph
+from minigpt.decoding.sampling import keep_top_p
 from minigpt.network.device import find_dtype
 
 SIZES = {"vocab_size": 131, "n_positions": 64, "eos_token_id": 130, "n_layer": 2}
@@ -307,6 +308,8 @@ def test_deterministic_algorithms(counted: Any) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert lm.generate([3], **options) == wanted
+        logits = torch.arange(9.0, device="cuda")
+        assert keep_top_p(logits, 0.1, keep=3).isfinite().sum() == 3  # as a beam needs them
     finally:
         torch.use_deterministic_algorithms(False)
     assert not counted.counts["capture"]
