@@ -77,8 +77,8 @@ class Use:
     ordered, steps = False, 0
 
     def count(self, rows: int) -> None:
-        self.steps = min(max(self.steps + (1 if 4 < rows <= 64 else -2), 0), 100)
-        self.ordered = self.steps > (0 if self.ordered else 64)  # to change takes as long as 64 steps save
+        self.steps = min(max(self.steps + (1 if 4 < rows <= 64 else -1), 0), 48)
+        self.ordered = self.steps > (0 if self.ordered else 12)  # a change takes as long as 40 steps save
 
 
 class InParts(OneDNN):
@@ -106,7 +106,7 @@ class InParts(OneDNN):
             self.use.count(rows)
         if self.use.ordered is (self.ordered is None):
             ordered = self.use.ordered
-            self.weight, self.ordered = (None, Float32(self.stored)) if ordered else (self.stored.contiguous(), None)
+            self.weight, self.ordered = (None, Float32(self.weight)) if ordered else (self.stored.contiguous(), None)
             if self.release:
                 self.release()
         if self.ordered:

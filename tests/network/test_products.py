@@ -354,10 +354,10 @@ def test_a_few_rows_in_parts_and_the_order_of_onednn_for_more(layout: str, monke
     assert released == [True, False]
 
 
-def test_the_order_of_onednn_comes_after_64_steps_of_many_rows_and_goes_after_as_much_of_one() -> None:
+def test_the_order_of_onednn_comes_with_many_rows_and_goes_with_one() -> None:
     use, changes = formats.Use(), []
-    for rows, steps in ((5, 65), (1, 32), (64, 20), (65, 42), (1, 1)):
+    for rows, steps in ((5, 13), (1, 12), (64, 90), (65, 47), (1, 1)):
         for _ in range(steps):
             use.count(rows)
         changes.append(use.ordered)
-    assert changes == [True, True, True, False, False]
+    assert changes == [True, True, True, True, False]
