@@ -278,8 +278,6 @@ def main() -> int:
     except (MiniGPTError, ValueError, OSError) as error:
         print("serve: error:", error, file=sys.stderr)
         return 1 if isinstance(error, (MiniGPTError, OSError)) else 2
-    except KeyboardInterrupt:
-        return 130
     if args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key_file:
         print("serve: whoever can reach this address may use it: see --api-key-file", file=sys.stderr)
     uvicorn.run(
@@ -296,4 +294,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before or after the server, which ends on it by itself
+        sys.exit(130)
