@@ -54,21 +54,20 @@ def load(
     Raises ModelNotFoundError, CheckpointError or DeviceError; TypeError for a model in place of a name. Warns if the
     program enabled TF32 for float32 on CUDA (results differ from the CPU's), and if GPT-2's vocabulary is a guess.
     """
-    place = find_device(device)
-    precision = find_dtype(dtype, place)
+    device = find_device(device)
+    dtype = find_dtype(dtype, device)
     folder = locate(model, revision=revision, offline=offline, progress=progress)
     config, tokenizer = _read(folder)
     # On a CPU parameters stay float32: the products alone are in another format.
-    dtypes = {"products": precision} if place.type == "cpu" else {"dtype": precision}
-    if isinstance(draft, LanguageModel) or draft in ("lookup", "off", "int8"):
-        guesses: str | LanguageModel = draft if isinstance(draft, LanguageModel) else str(draft)
-    else:
-        guesses = load(draft, device=place, dtype=precision, offline=offline, progress=progress, draft="off")
-    network = load_model(folder, device=place, config=config, **dtypes)
+    dtypes = {"products": dtype} if device.type == "cpu" else {"dtype": dtype}
+    if not isinstance(draft, LanguageModel) and draft not in ("lookup", "off", "int8"):
+        draft = load(draft, device=device, dtype=dtype, offline=offline, progress=progress, draft="off")
+    network = load_model(folder, device=device, config=config, **dtypes)
     end_ids, settings = read_generation(folder, config)
     origin = tokenizer.origin if isinstance(tokenizer, Tokenizer) else f"none ({tokenizer or 'token ids only'})"
-    _log.debug("%s: folder %s, device %s, dtype %s, tokenizer: %s", model, folder, place, precision, origin)
-    return LanguageModel(network, tokenizer, end_ids, defaults=_defaults(folder, settings), draft=guesses)
+    _log.debug("%s: folder %s, device %s, dtype %s, tokenizer: %s", model, folder, device, dtype, origin)
+    draft = draft if isinstance(draft, LanguageModel) else str(draft)
+    return LanguageModel(network, tokenizer, end_ids, defaults=_defaults(folder, settings), draft=draft)
 
 
 def load_tokenizer(

@@ -118,11 +118,8 @@ def _sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float]
         pairs = [(ids, bias) for ids, bias in (value.items() if isinstance(value, Mapping) else value)]
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a list of (token ids, number) pairs, not {short_repr(value)}") from None
-    keys, numbers = (
-        _sequences(name, [ids for ids, _ in pairs]),
-        [number(f"the bias in {name}", one) for _, one in pairs],
-    )
-    return tuple(dict(zip(keys, numbers, strict=True)).items())
+    numbers = [number(f"the bias in {name}", one) for _, one in pairs]
+    return tuple(dict(zip(_sequences(name, [ids for ids, _ in pairs]), numbers, strict=True)).items())
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

@@ -30,13 +30,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from minigpt import GPT2, Failure, GPT2Config, SamplingParams, __version__, load, save, usable_cpus
+from minigpt import GPT2, Failure, GPT2Config, LanguageModel, SamplingParams, __version__, load, save, usable_cpus
 
 SIZES = {"124M": (12, 12, 768), "355M": (24, 16, 1024), "774M": (36, 20, 1280), "1558M": (48, 25, 1600)}  # L, H, E
 NEW = 32  # steps of a measurement of decoding
@@ -49,8 +50,10 @@ WORKS = {
     "decode, batch 8": (16, 8),
     "decode, batch 32": (16, 32),
     "search, 4 beams": (16, 1),  # 64 tokens from the prompt on
+    "look-up, a loop": (48, 1),  # the same, of a prompt that repeats itself, with guesses from what came before
 }
-BEAMS, SEARCHED = 4, 64
+BEAMS, WHOLLY = 4, 64
+WAYS = ("search", "look-up")  # what an engine may lack
 GROWTH = {f"decode, prompt {n}": (n, 1) for n in (16, 128, 256, 512, 768, 984)} | {
     f"decode, batch {n}": (16, n) for n in (2, 4, 8, 16, 32)
 }
@@ -60,12 +63,12 @@ WHOLE = "--help, start to first token, peak memory"  # measured on whole process
 
 class Engine:
     """An engine with a model loaded. dtypes: those that it has on a CPU. batches: whether it takes several rows.
-    searches: whether it has beam search."""
+    ways: which of WAYS it has."""
 
     package = ""
     dtypes: tuple[str, ...] = ()
     batches = True
-    searches = False
+    ways: tuple[str, ...] = ()
 
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
         raise NotImplementedError
@@ -81,15 +84,20 @@ class Engine:
         """The best continuation of `new` tokens that BEAMS beams find."""
         raise NotImplementedError
 
+    def look_up(self, prompt: list[int], new: int) -> list[int]:
+        """The `new` greedy tokens, guessed from the tokens so far and verified several at a time."""
+        raise NotImplementedError
+
 
 class Minigpt(Engine):
     package = "minigpt"
-    searches = True
+    ways = WAYS
     dtypes = ("float32", "float16", "int8")
 
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        self.lm = load(folder, dtype=dtype, device=device)
+        self.lm = load(folder, dtype=dtype, device=device, draft="off")
+        self.guessing = LanguageModel(self.lm.model)
 
     def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
         params = SamplingParams(max_new_tokens=new, stop_ids=())
@@ -105,10 +113,13 @@ class Minigpt(Engine):
     def search(self, prompt: list[int], new: int) -> list[int]:
         return self.lm.generate(prompt, num_beams=BEAMS, max_new_tokens=new, stop_ids=()).ids
 
+    def look_up(self, prompt: list[int], new: int) -> list[int]:
+        return self.guessing.generate(prompt, max_new_tokens=new, stop_ids=()).ids
+
 
 class Transformers(Engine):
     package = "transformers"
-    searches = True
+    ways = WAYS
     dtypes = ("float32",)
     settings: ClassVar[dict[str, Any]] = {}
 
@@ -139,12 +150,18 @@ class Transformers(Engine):
             out = self.model.generate(ids, **settings, **self.settings)
         return out[:, ids.shape[1] :].tolist()
 
-    def search(self, prompt: list[int], new: int) -> list[int]:
+    def whole(self, prompt: list[int], new: int, **settings: Any) -> list[int]:
         ids = torch.tensor([prompt], device=self.device)
-        settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        settings |= {"attention_mask": torch.ones_like(ids), "num_beams": BEAMS}
+        settings |= {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        settings["attention_mask"] = torch.ones_like(ids)
         with torch.inference_mode():
             return self.model.generate(ids, **settings, **self.settings)[0, ids.shape[1] :].tolist()
+
+    def search(self, prompt: list[int], new: int) -> list[int]:
+        return self.whole(prompt, new, num_beams=BEAMS)
+
+    def look_up(self, prompt: list[int], new: int) -> list[int]:
+        return self.whole(prompt, new, prompt_lookup_num_tokens=10)
 
 
 class TransformersCompiled(Transformers):
@@ -173,6 +190,7 @@ class LlamaCpp(Engine):
     package = "llama-cpp-python"
     dtypes = ("float32", "float16", "int8")
     batches = False
+    ways = ("look-up",)
 
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
         import llama_cpp
@@ -181,17 +199,27 @@ class LlamaCpp(Engine):
         settings = {"n_threads": threads, "n_threads_batch": threads}
         if dtype == "float32":  # else the cache is float16, and half of it is read
             settings |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-        self.model = llama_cpp.Llama(str(path), n_ctx=1024, flash_attn=True, verbose=False, **settings)
+        self.open = partial(llama_cpp.Llama, str(path), n_ctx=1024, flash_attn=True, verbose=False, **settings)
+        self.model, self.guessing = self.open(), None
 
     def generate(self, prompts: list[list[int]], new: int, drawn: Callable[[], None]) -> list[list[int]]:
-        self.model.reset()
+        return [self.drawn(self.model, prompts[0], new, drawn)]
+
+    def look_up(self, prompt: list[int], new: int) -> list[int]:
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        self.guessing = self.guessing or self.open(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=10))
+        return self.drawn(self.guessing, prompt, new, lambda: None)
+
+    def drawn(self, model: Any, prompt: list[int], new: int, drawn: Callable[[], None]) -> list[int]:
+        model.reset()
         ids: list[int] = []
-        for token in self.model.generate(prompts[0], top_k=1, temp=0.0, repeat_penalty=1.0):
+        for token in model.generate(prompt, top_k=1, temp=0.0, repeat_penalty=1.0):
             drawn()
             ids.append(token)
             if len(ids) == new:
-                return [ids]
-        return [ids]
+                break
+        return ids
 
 
 def write_gguf(folder: Path, path: Path, dtype: str) -> None:
@@ -233,7 +261,7 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
 
 class CTranslate2(Engine):
     package = "ctranslate2"
-    searches = True
+    ways = ("search",)
     dtypes = ("float32", "int8")
 
     def __init__(self, folder: Path, work: Path, dtype: str, device: str, threads: int) -> None:
@@ -370,12 +398,13 @@ def serve(pipe: Connection, engine: type[Engine], arguments: tuple[Any, ...]) ->
         if isinstance(loaded, Memory):
             pipe.send(loaded.bandwidth())
             continue
-        length, batch, new, vocabulary, search = task
-        prompts = [[(7 * row + 31 * at) % vocabulary for at in range(length)] for row in range(batch)]
+        length, batch, new, vocabulary, way = task
+        apart = 8 if way == "look-up" else length  # places from a token to where it comes again
+        prompts = [[(7 * row + 31 * (at % apart)) % vocabulary for at in range(length)] for row in range(batch)]
         try:
             times = [time.perf_counter()]
-            if search:
-                done = [loaded.search(prompts[0], new)]
+            if way:
+                done = [(loaded.search if way == "search" else loaded.look_up)(prompts[0], new)]
                 times.append(time.perf_counter())
             else:
                 done = loaded.generate(prompts, new, lambda times=times: times.append(time.perf_counter()))
@@ -384,7 +413,7 @@ def serve(pipe: Connection, engine: type[Engine], arguments: tuple[Any, ...]) ->
             continue
         counts = [len(ids) for ids in done]
         seconds = [after - before for before, after in itertools.pairwise(times)]
-        whole = counts == [new] * batch and len(seconds) == (1 if search else new)
+        whole = counts == [new] * batch and len(seconds) == (1 if way else new)
         pipe.send(seconds if whole else f"gave {counts} tokens in {len(seconds)} steps instead of {new} each")
 
 
@@ -407,7 +436,7 @@ class Process:
             self.process.join()
             raise RuntimeError(f"its process ended with exit code {self.process.exitcode}") from None
 
-    def measure(self, *task: int) -> Any:
+    def measure(self, *task: int | str) -> Any:
         """The seconds of each step; of the memory, bytes per second. Raises RuntimeError where it cannot."""
         with contextlib.suppress(BrokenPipeError):  # the answer says why
             self.pipe.send(task)
@@ -468,21 +497,19 @@ def measure(
                 bandwidths.append(bandwidth)
             first = number % max(len(running), 1)  # each round begins with another engine
             for engine in running[first:] + running[:first]:
-                search = work.startswith("search")
-                if (batch > 1 and not engine.engine.batches) or (search and not engine.engine.searches):
+                way = next((way for way in WAYS if work.startswith(way)), "")
+                if (batch > 1 and not engine.engine.batches) or (way and way not in engine.engine.ways):
                     continue
                 if work not in WORKS and engine.dtype != "float32":  # for the picture, which shows float32
                     continue
                 try:
                     if args.device == "cuda":  # caches and graphs are made anew for each shape: not to be timed
-                        engine.measure(length, batch, new + 1, vocabulary, False)
+                        engine.measure(length, batch, new + 1, vocabulary, way)
                     if work.startswith("decode"):
-                        seconds = statistics.median(engine.measure(length, batch, new + 1, vocabulary, False)[1:])
-                    elif search:
-                        new = min(SEARCHED, positions - length)
-                        seconds = engine.measure(length, batch, new, vocabulary, True)[0]
+                        seconds = statistics.median(engine.measure(length, batch, new + 1, vocabulary, way)[1:])
                     else:
-                        seconds = engine.measure(length, batch, 1, vocabulary, False)[0]
+                        new = min(WHOLLY, positions - length - 10) if way else 1  # with room for guesses
+                        seconds = engine.measure(length, batch, new, vocabulary, way)[0]
                 except RuntimeError as error:
                     print(f"{engine.name} {engine.dtype}: left out from {work} on: {error}", file=sys.stderr)
                     engine.process.terminate()

@@ -2,10 +2,11 @@
 
     python scripts/bench_drafts.py [-m demo] [--drafts lookup int8] [--tokens 200] [--rounds 5] [--transformers]
 
-Four kinds of text: greedy, which soon goes round in circles; temperature 0.4 and 1; and random ids to go on from, where
-nothing comes twice. A ratio is the median over rounds of off's time by the draft's. --transformers also measures its
-prompt look-up (prompt_lookup_num_tokens) and what that gains over transformers alone. `-m 124M` is GPT-2 small's layout
-with random weights, whose matrices in int8 agree with float32 as often as the tokens a pass show.
+Five kinds of text: greedy, which soon goes round in circles; a loop, which greedy decoding has gone round for a while;
+temperature 0.4 and 1; and random ids to go on from, where nothing comes twice. A ratio is the median over rounds of
+off's time by the draft's. --transformers also measures its prompt look-up (prompt_lookup_num_tokens) and what that
+gains over transformers alone. `-m 124M` is GPT-2 small's layout with random weights, whose matrices in int8 agree with
+float32 as often as the tokens a pass show.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import minigpt
 from minigpt import GPT2, GPT2Config, LanguageModel, SamplingParams
 from minigpt.files.locate import locate
 
+LOOP = 120  # tokens, after which greedy text repeats itself
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
+    "greedy, in a loop": {},
     "temperature 0.4": {"temperature": 0.4, "seed": 1},
     "temperature 1": {"temperature": 1.0, "seed": 1},
     "greedy, from random ids": {},
@@ -43,19 +46,21 @@ def prompts(kind: str, lm: LanguageModel) -> list[list[int]]:
     rng = random.Random(kind)
     if "random" in kind or lm.limits.tokenizer is None:
         return [[rng.randrange(lm.limits.vocab_size) for _ in range(16)] for _ in range(3)]
-    return [lm.encode(text) for text in ("Once upon a time", "One day, a little bird", "The king said")]
+    given = [lm.encode(text) for text in ("Once upon a time", "One day, a little bird", "The king said")]
+    options = {"max_new_tokens": LOOP, "stop_ids": ()} if "loop" in kind else {"max_new_tokens": 0}
+    return [ids + lm.generate(ids, **options).ids for ids in given]
 
 
 def measure(lms: dict[str, LanguageModel], tokens: int, rounds: int) -> None:
     for kind, options in KINDS.items():
         params = SamplingParams(max_new_tokens=tokens, stop_ids=(), **options)
         took: dict[str, list[float]] = {name: [] for name in lms}
-        ids: dict[str, list[list[int]]] = {}
+        given, ids = prompts(kind, lms["off"]), dict[str, list[list[int]]]()
         passes: dict[str, int] = {}
         for turn in range(rounds + 1):  # the first is not counted: weights are packed in it
             for name, lm in lms.items():
                 each = list[minigpt.Completion]()
-                took[name].append(seconds(lambda: each.extend(lm.generate(one, params) for one in prompts(kind, lm))))  # noqa: B023
+                took[name].append(seconds(lambda: each.extend(lm.generate(one, params) for one in given)))  # noqa: B023
                 ids[name], passes[name] = [one.ids for one in each], sum(one.passes for one in each)
             if not turn:
                 took = {name: [] for name in lms}

@@ -14,8 +14,9 @@ import hmac
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ async def refused(_: Request | None, error: Exception) -> Response:
 
 
 def application(
-    lm: LanguageModel,
+    load: Callable[[], LanguageModel],
     name: str,
     *,
     batch_size: int = 8,
@@ -207,13 +208,16 @@ def application(
     key: bytes | None = None,
     origins: Sequence[str] = (),
 ) -> Starlette:
-    """The ASGI application. name: the model's, for clients; waiting: requests in the queue; origins: for CORS."""
-    engine = Engine(lm, batch_size, waiting)
+    """The ASGI application.
+
+    load: gives the model, in the thread that will use it; what it raises is raised here. name: the model's, for
+    clients. waiting: requests in the queue. origins: for CORS.
+    """
+    engine = Engine(load, batch_size, waiting)
     service = Service(engine, name, bounds or Bounds())
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        engine.start()
         yield
         await run_in_threadpool(engine.end)
 
@@ -259,12 +263,12 @@ def build(args: argparse.Namespace) -> Starlette:
     if key == b"":
         raise ValueError(f"{args.api_key_file} holds no key")
     torch.set_num_threads(args.threads or minigpt.usable_cpus())
-    lm = minigpt.load(args.model, device=args.device, dtype=args.dtype, offline=args.offline)
+    load = partial(minigpt.load, args.model, device=args.device, dtype=args.dtype, offline=args.offline)
     folder = Path(args.model)
     name = args.name or (folder.resolve().name if folder.is_dir() else args.model)
     bounds = Bounds(args.max_tokens, args.max_rows, args.max_seconds, args.max_body)
     options = {"batch_size": args.batch_size, "waiting": args.waiting, "origins": args.cors}
-    return application(lm, name, bounds=bounds, key=key, **options)
+    return application(load, name, bounds=bounds, key=key, **options)
 
 
 def main() -> int:
@@ -290,4 +294,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before or after the server, which ends on it by itself
+        sys.exit(130)

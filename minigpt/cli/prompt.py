@@ -63,9 +63,8 @@ def note_defaults(lm: LanguageModel, given: dict[str, Any]) -> None:
     plain = SamplingParams()
     theirs = {name: value for name, value in vars(lm.defaults).items() if value != getattr(plain, name)}
     if unused := [f"{name} {value}" for name, value in theirs.items() if name not in given]:
-        warnings.warn(
-            f"generation_config.json sets {', '.join(unused)}: add --use-model-defaults to decode so", stacklevel=1
-        )
+        note = f"generation_config.json sets {', '.join(unused)}: add --use-model-defaults to decode so"
+        warnings.warn(note, stacklevel=1)
 
 
 def note_special(tokenizer: Tokenizer | None, text: object, ids: Collection[int]) -> None:

@@ -48,8 +48,7 @@ def _score_file(args: argparse.Namespace, options: dict[str, Any]) -> None:
     for record in score_records(lm, source, model=args.model, **options):
         print(json.dumps(record), flush=True)
         failed += "error" in record
-        note_special(
-            lm.limits.tokenizer, f"{record.get('context') or ''}{record.get('text', '')}", record.get("ids", ())
-        )
+        text = f"{record.get('context') or ''}{record.get('text', '')}"
+        note_special(lm.limits.tokenizer, text, record.get("ids", ()))
     if failed:
         raise MiniGPTError(f"{failed} of {source.count} records are errors: see standard output")

@@ -13,7 +13,9 @@ guesses that was right lately. k = 0 is no draft. Counts and the CPU's features 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,12 +37,8 @@ Seen = dict[tuple[int, ...], int]  # {n-gram of a row: the position after it, th
 MOST_ROWS = 4  # of a batch that drafts: a larger one fills a pass with rows
 _LONGEST = 15  # drafted tokens: with the row's last one, 16 rows of a product
 _NGRAMS = {3: 0.7, 2: 0.4}  # sizes to look up, longest first, and the share of right guesses to expect at first
-_SPEED = {
-    torch.float32: 1.0,
-    torch.bfloat16: 0.5,
-    torch.float16: 0.55,
-    torch.int8: 0.43,
-}  # time to read a weight, AVX-512
+_SPEED = {torch.float32: 1.0, torch.bfloat16: 0.5, torch.float16: 0.55, torch.int8: 0.43}  # to read a weight, AVX-512
+_CALLS = 8e6  # parameters that are read in the time that Python takes for a pass
 
 
 def source_of(draft: Any, model: GPT2, limits: Limits) -> Source:
@@ -86,6 +84,7 @@ class Drafts:
 
     def __init__(self, target: GPT2, source: Source) -> None:
         self.source, self.packed, self.seen = source, target.output.packed, dict[Sequence, Seen]()
+        self.calls = _CALLS / _size(target)
         self.rates = {size: Rate(first) for size, first in _NGRAMS.items()}
         self.model = DraftModel(source, target) if isinstance(source, GPT2) else None
         self.guesses: dict[Sequence, list[tuple[Rate, list[int]]]] = {}  # of this pass, used or not
@@ -99,12 +98,12 @@ class Drafts:
         self.seen = {row: self.seen.get(row, {}) for row in rows}
         found = [_look_up(self.seen[row], row.history) for row in rows]
         looked = [(self.rates[size], ids[:left]) for (size, ids), left in zip(found, room, strict=True)]
-        copies = bool(self.packed and self.packed.use.copies)
-        gain, k = _best([(rate, len(ids)) for rate, ids in looked], copies)
+        time = partial(_time, packed=self.packed, calls=self.calls)
+        gain, k = _best([(rate, len(ids)) for rate, ids in looked], time)
         self.guesses = {row: [guess] for row, guess in zip(rows, looked, strict=True)}
         if self.model:
             room = [min(left, self.model.room(rows)) for left in room]
-            other, length = _best([(self.model.rate, left) for left in room], copies, self.model.cost)
+            other, length = _best([(self.model.rate, left) for left in room], time, self.model.cost)
             use = other > gain
             drafts = self.model.guess(rows, [min(left, length) for left in room]) if use else [[] for _ in rows]
             for row, ids in zip(rows, drafts, strict=True):
@@ -132,29 +131,30 @@ def _look_up(seen: Seen, ids: list[int]) -> tuple[int, list[int]]:
     return size, found
 
 
-def _best(rows: SequenceOf[tuple[Rate, int]], copies: bool, cost: float = 0.0) -> tuple[float, int]:
+def _best(rows: SequenceOf[tuple[Rate, int]], time: Callable[[int], float], cost: float = 0.0) -> tuple[float, int]:
     """The most tokens that are expected in the time of a pass without drafts, and how many to draft for that.
 
     rows: each one's rate, and the most that it can draft.     cost: of a drafted token, in passes.
     """
-    n, alone = len(rows), _time(len(rows), copies)
+    n, alone = len(rows), time(len(rows))
 
     def gain(k: int) -> float:
-        time = _time((k + 1) * n, copies) / alone + k * cost
-        return sum(rate.tokens(min(k, most)) for rate, most in rows) / time
+        return sum(rate.tokens(min(k, most)) for rate, most in rows) / (time((k + 1) * n) / alone + k * cost)
 
     best = max(range(1 + max(most for _, most in rows)), key=gain)
     return gain(best), best
 
 
-def _time(n: int, copies: bool) -> float:
+def _time(n: int, packed: Packed | None, calls: float) -> float:
     """How long a pass over n tokens takes, in passes over one (GPT-2 124M on 2 cores of a Zen 5, and of a Zen 3).
 
-    copies: whether the model's products have copies for a few rows (formats.InPlace).
+    packed: the head.     calls: the share of a pass over one that Python takes.
     """
-    if n == 1 or _wide():
-        return 1 + 0.06 * (n - 1)
-    return 1.6 + 0.09 * n if copies else 2.2 + 0.12 * n
+    ordered = _wide() or bool(packed and packed.use.ordered)
+    products = 1 + (0.06 if ordered else 0.11) * (n - 1)
+    if n > 1 and not ordered and (packed is None or packed.dtype == torch.float32):  # formats.InParts
+        products = (1.6 if n <= 4 else 2.4) + 0.12 * n
+    return calls + (1 - calls) * products
 
 
 def _wide() -> bool:
@@ -189,7 +189,7 @@ class DraftModel:
         self._admit(rows)
         drafts = {row: list[int]() for row in rows}
         running = {row: length for row, length in zip(rows, lengths, strict=True) if length}
-        generators = {row: _copy(row.generator) for row in running}
+        generators = {row: row.generator and row.generator.clone_state() for row in running}
         fed = [row.history[size:] for (row, _), size in zip(self.slots, self.cache.lengths, strict=True)]
         while running:
             logits = self.steps(torch.tensor(fed, device=self.cache.keys.device), self.cache)[:, -1]
@@ -233,13 +233,9 @@ def _ahead(row: Sequence, drafted: list[int], logits: Tensor, generator: torch.G
         return []
 
 
-def _copy(generator: torch.Generator | None) -> torch.Generator | None:
-    return generator and torch.Generator(generator.device).set_state(generator.get_state())
-
-
 def _size(model: GPT2) -> float:
-    """How long a pass over one token takes, in float32 parameters read: its calls take as long as 8 million."""
+    """How long a pass over one token takes, in float32 parameters read."""
     packed = model.output.packed
     dtype = packed.dtype if packed else model.wte.weight.dtype
-    speed = 0.65 if dtype == torch.int8 and not _wide() else _SPEED[dtype]
-    return 8e6 + sum(weight.numel() for weight in model.parameters()) * speed
+    speed = 0.65 if dtype == torch.int8 and not _wide() else _SPEED.get(dtype, 2.0)
+    return _CALLS + sum(weight.numel() for weight in model.parameters()) * speed

@@ -49,10 +49,9 @@ def check_page(n_tokens: int, n_patterns: int) -> None:
     """PromptError if a page with this many patterns of this many tokens would pass PAGE_LIMIT."""
     size = n_patterns * n_tokens * (n_tokens + 1) // 2 * 2 * 4 // 3  # 16 bits each, in base 64
     if size > PAGE_LIMIT:
-        raise PromptError(
-            f"the page for {n_tokens} tokens and {n_patterns} heads would take {size / 10**6:.0f} MB, more than "
-            f"{PAGE_LIMIT // 10**6}: shorten the text, or choose one --layer or a few --head"
-        )
+        found = f"the page for {n_tokens} tokens and {n_patterns} heads would take {size / 10**6:.0f} MB"
+        cure = "shorten the text, or choose one --layer or a few --head"
+        raise PromptError(f"{found}, more than {PAGE_LIMIT // 10**6}: {cure}")
 
 
 def page(

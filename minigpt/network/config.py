@@ -9,7 +9,7 @@ from typing import Any
 
 from minigpt.checks import integer, number
 
-ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu", "tanh")
+ACTIVATION_NAMES = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu", "tanh")
 
 # Hugging Face accepts these names for the same fields (GPT2Config.attribute_map).
 _ALIASES = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions"}
@@ -60,8 +60,8 @@ class GPT2Config:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        if self.activation_function not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
+        if self.activation_function not in ACTIVATION_NAMES:
+            known = ", ".join(ACTIVATION_NAMES)
             raise ValueError(f"activation_function must be one of {known}, not {self.activation_function!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -73,51 +72,52 @@ class Float32(OneDNN):
 
 
 class Use:
-    """Whether copies pay: whether a few rows are frequent. The head counts, which sees one row of a prompt."""
+    """Whether steps of 5 to 64 rows are so frequent that oneDNN's order pays: of a prompt, the head sees one."""
 
-    copies, few_rows = False, 0
+    ordered, steps = False, 0
 
     def count(self, rows: int) -> None:
-        self.few_rows = min(max(self.few_rows + (8 if 1 < rows <= 64 else -1), 0), 100)
-        self.copies = self.few_rows > (0 if self.copies else 12)  # from the second such step to 100 others
+        self.steps = min(max(self.steps + (1 if 4 < rows <= 64 else -1), 0), 48)
+        self.ordered = self.steps > (0 if self.ordered else 12)  # a change takes as long as 40 steps save
 
 
-class InPlace(OneDNN):
-    """For a CPU without AVX-512: one row by the weight as it lies in the file, a few rows by oneDNN's copy.
+class InParts(OneDNN):
+    """For a CPU without AVX-512: up to 4 rows by parts of the weight, more by oneDNN, on a copy that lies (out, in).
 
-    One row: GPT-2's matrices lie (in, out). The sum over `in` is cut into parts, which are computed as a batch, by all
-    threads: 1.4 times as fast as oneDNN on its copy (Zen 3, 2 cores, all of 124M's). The head lies (out, in): oneDNN.
-    Few rows: the copy is 1.5 times as fast. While they are frequent, it stands in for the file's pages: so the calls
-    before a call decide how it rounds.
+    The parts are a batch, of which each thread takes some. One row reads 32 GB/s so, and 18 in oneDNN's order, where 8
+    rows are 1.2 times as fast (Zen 3; to sum a tensor, 33). The copy stands in for the file's pages and, while many
+    rows are frequent, oneDNN's for it: so the calls before a call decide how it rounds.
     """
 
-    name = "oneDNN, one row in parts"
+    name = "PyTorch in parts, oneDNN"
+    parts = 16  # enough for 16 threads; fewer are not faster
 
     def __init__(self, weight: Tensor) -> None:
         if torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-            raise NotImplementedError("oneDNN is as fast for one row")
-        super().__init__(weight)
-        self.matrix: Any = weight.t()  # (in, out)
-        self.parts = math.gcd(len(self.matrix), 4) if self.matrix.is_contiguous() else 1
-        self.copy: Float32 | None = None
+            raise NotImplementedError("oneDNN in its own order is as fast for one row")
+        super().__init__(weight.contiguous())
+        self.stored, self.is_head = weight, weight.is_contiguous()  # the blocks' matrices lie (in, out) in the file
+        self.ordered: Float32 | None = None
         self.use = Use()  # shared by the products of a model
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if self.parts == 1:
+        if self.is_head:
             self.use.count(rows)
-        if self.use.copies is (self.copy is None):  # the head comes first, the largest: memory holds it twice meanwhile
-            self.copy = Float32(self.weight) if self.use.copies else None
+        if self.use.ordered is (self.ordered is None):
+            ordered = self.use.ordered
+            self.weight, self.ordered = (None, Float32(self.weight)) if ordered else (self.stored.contiguous(), None)
             if self.release:
                 self.release()
-        if self.copy:
-            return self.copy(x, bias)
-        if rows != 1 or self.parts == 1:
+        if self.ordered:
+            return self.ordered(x, bias)
+        if not 0 < rows <= 4:
             return super().__call__(x, bias)
-        K, N = self.matrix.shape
-        parts = torch.bmm(x.reshape(self.parts, 1, K // self.parts), self.matrix.view(self.parts, K // self.parts, N))
-        out = parts.sum(0) if bias is None else parts.sum(0).add_(bias)  # (1, N)
-        return out.view(*x.shape[:-1], N)
+        N, K = self.weight.shape
+        some, column = N - N % self.parts, x.reshape(rows, K).t()
+        out = torch.bmm(self.weight[:some].view(self.parts, -1, K), column.expand(self.parts, K, rows)).view(some, rows)
+        out = (out if some == N else torch.cat([out, self.weight[some:] @ column])).t().contiguous()  # (rows, N)
+        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], N)
 
 
 class Float16(Product):

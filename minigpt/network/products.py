@@ -35,7 +35,7 @@ from minigpt.network.formats import Plain, Product
 
 IN_PLACE: tuple[type[Product], ...] = (formats.OneDNN, Plain)  # of a weight that is not packed
 FORMATS: dict[torch.dtype, tuple[type[Product], ...]] = {  # the first that works here is used
-    torch.float32: (formats.InPlace, formats.Float32, Plain),
+    torch.float32: (formats.InParts, formats.Float32, Plain),
     torch.float16: (formats.Float16, formats.PlainFloat16),
     torch.int8: (formats.Int8, formats.Int8Narrow, formats.PlainInt8),
 }
@@ -110,9 +110,9 @@ class Packed:
         product = chosen(FORMATS[self.dtype])(stored if stored is not None and known == state else weight.detach())
         # The weight is kept as well, so that no other can come to lie at its address.
         self._made, self._stored = (state, weight.detach(), product), None
-        if isinstance(product, formats.InPlace):
+        if isinstance(product, formats.InParts):
             product.release, product.use = release, self.use
-        elif release:
+        if release:
             release()
         return product
 

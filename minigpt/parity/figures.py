@@ -129,9 +129,8 @@ def apart_in_new(lm: LanguageModel, ids: list[int], lines: list[Figures], most: 
             margin = line["margins"][at] if at < len(theirs) else math.inf
             allowed = most / options.get("temperature", 1.0)
             if worst[0] - worst[1] <= margin - allowed:
-                detail = (
-                    f"token {at + 1} is {ours[at : at + 1]}, not {theirs[at : at + 1]}, which was ahead by this much"
-                )
+                tokens = f"{ours[at : at + 1]}, not {theirs[at : at + 1]}"
+                detail = f"token {at + 1} is {tokens}, which was ahead by this much"
                 worst = (margin, allowed, f"{detail}, with {options}" if options else detail)
     return worst
 

@@ -22,9 +22,8 @@ def write(path: str | os.PathLike[str], record: Mapping[str, Any]) -> int:
         parts.append(f'"{key}": ' + ("[\n" + ",\n".join(items) + "\n]" if items else json.dumps(value)))
     data = "{\n" + ",\n".join(parts) + "\n}\n"
     if len(data) > SIZE:
-        raise MiniGPTError(
-            f"the record would have {len(data):,} bytes, of {SIZE:,} at most: give fewer or shorter prompts"
-        )
+        found = f"the record would have {len(data):,} bytes, of {SIZE:,} at most"
+        raise MiniGPTError(f"{found}: give fewer or shorter prompts")
     Path(f"{path}.new").write_text(data, encoding="utf-8", newline="\n")
     os.replace(f"{path}.new", path)
     return len(data)

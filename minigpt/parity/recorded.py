@@ -122,9 +122,7 @@ def _compare_prompt(
         difference, figure = apart_in_logits(own, line)
         if not difference <= worst:
             worst, detail = difference, f"largest after token {line['at'] + 1}, in {figure}"
-        ends = torch.tensor(
-            [line["mean"] - line["spread"], line["mean"] + line["spread"]], dtype=torch.float64, device="cpu"
-        )
+        ends = torch.tensor([line["mean"] - line["spread"], line["mean"] + line["spread"]], device="cpu")
         allowed = max(allowed, allowed_error(lm, ends, tolerance(lm, "logits", least["logits"])))
     yield measured(lm, "recorded", f"logits of {shown(name)}", (worst, allowed, detail + cause))
     for recorded in (line["loss"] for line in lines if "loss" in line):
@@ -134,11 +132,12 @@ def _compare_prompt(
     for kind in ("greedy", "sampled"):
         new = [line for line in lines if "new" in line and ("seed" in line["options"]) == (kind == "sampled")]
         title = f"{kind} after {shown(name)}"
-        if kind == "sampled" and new and (made["device"], made["dtype"]) != (lm.device.type, format_of(lm)):
+        why = ""
+        if kind == "sampled" and (made["device"], made["dtype"]) != (lm.device.type, format_of(lm)):
             why = f"drawn on {made['device']} in {made['dtype']}: other kinds of device and formats draw other ids"
-            yield Check("recorded", title, None, why, dtype=format_of(lm), applies=False)
         elif any(line["random"] != random_numbers(lm, line["options"]["seed"]) for line in new if kind == "sampled"):
             why = f"torch {made['torch']} drew other random numbers from the seed than {torch.__version__} does here"
+        if new and why:
             yield Check("recorded", title, None, why, dtype=format_of(lm), applies=False)
         elif new:
             yield measured(lm, "recorded", title, apart_in_new(lm, ids, new, 2 * allowed))

@@ -44,7 +44,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifying costs nothing, so that every guess is used, however bad."""
-    monkeypatch.setattr(drafting, "_time", lambda n, copies: 1.0)
+    monkeypatch.setattr(drafting, "_time", lambda n, packed, calls: 1.0)
     monkeypatch.setattr(drafting, "_size", lambda model: 1.0 if model.h[0].mlp.c_fc.packed is None else 0.0)
 
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from minigpt.decoding.params import SamplingParams
-from minigpt.network.config import ACTIVATIONS, GPT2Config
+from minigpt.network.config import ACTIVATION_NAMES, GPT2Config
 
 # The model's shape.
 
@@ -148,7 +148,9 @@ def test_flags(name: str) -> None:
 def test_activations() -> None:
     for value in ("swish", "GELU", None, 3, ["gelu"], [["gelu"]]):
         refused(GPT2Config, "activation_function", value)
-    assert [GPT2Config(activation_function=name).activation_function for name in ACTIVATIONS] == list(ACTIVATIONS)
+    assert [GPT2Config(activation_function=name).activation_function for name in ACTIVATION_NAMES] == list(
+        ACTIVATION_NAMES
+    )
 
 
 def test_special_ids() -> None:

@@ -24,7 +24,7 @@ from minigpt.network.formats import OneDNN, Product
 from minigpt.network.linear import Embedding, Linear
 from minigpt.network.products import Packed, works
 
-EXACT = (formats.Plain, formats.OneDNN, formats.Float32, formats.InPlace)
+EXACT = (formats.Plain, formats.OneDNN, formats.Float32, formats.InParts)
 FLOAT16 = (formats.Float16, formats.PlainFloat16)
 INT8 = (formats.Int8, formats.Int8Narrow, formats.PlainInt8)
 EVERY = (*EXACT, *FLOAT16, *INT8)
@@ -330,17 +330,34 @@ def test_the_hosts_default_dtype_and_device_change_nothing(folder: Path, dtype: 
 
 
 @pytest.mark.parametrize("layout", ["(in, out)", "(out, in)"])
-def test_one_row_in_parts_and_copies_for_a_few(layout: str) -> None:
-    """Copies come with the second step of a few rows and go after 100 of one; both give the same numbers."""
-    needs(formats.InPlace)
-    weight, bias = torch.randn(48, 64), torch.randn(48)
-    released = []
-    product = formats.InPlace(weight.t().contiguous().t() if layout == "(in, out)" else weight)
-    product.release = lambda: released.append(product.copy is not None)
-    for rows in (1, 5, 1, 5, 5, *[1] * 120, 200, 5, 5):
-        if layout == "(in, out)":
-            product.use.count(rows)  # the head's work
+def test_a_few_rows_in_parts_and_the_order_of_onednn_for_more(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each form gives the same numbers, and gives the file's pages back when it is made."""
+    needs(formats.InParts)
+    monkeypatch.setattr(formats.Use, "count", lambda *_: None)
+    weight, bias, released = torch.randn(50, 64), torch.randn(50), []  # 16 parts of 3 outputs, and two more
+    product = formats.InParts(weight.t().contiguous().t() if layout == "(in, out)" else weight)
+    product.release = lambda: released.append(product.ordered is not None)
+    for rows, ordered in (
+        (1, False),
+        (4, False),
+        (5, False),
+        (5, True),
+        (1, True),
+        (200, True),
+        (3, False),
+        (5, False),
+    ):
+        product.use.ordered = ordered
         x = torch.randn(rows, 64)
-        assert torch.allclose(product(x, bias), torch.nn.functional.linear(x, weight, bias), atol=2e-5)
-        assert torch.allclose(product(x[None], None), torch.nn.functional.linear(x[None], weight), atol=2e-5)
-    assert released == [True, False, True]
+        assert torch.allclose(product(x, bias), F.linear(x, weight, bias), atol=2e-5)
+        assert torch.allclose(product(x[None], None), F.linear(x[None], weight), atol=2e-5)
+    assert released == [True, False]
+
+
+def test_the_order_of_onednn_comes_with_many_rows_and_goes_with_one() -> None:
+    use, changes = formats.Use(), []
+    for rows, steps in ((5, 13), (1, 12), (64, 90), (65, 47), (1, 1)):
+        for _ in range(steps):
+            use.count(rows)
+        changes.append(use.ordered)
+    assert changes == [True, True, True, True, False]

@@ -579,7 +579,7 @@ def test_a_failure_of_the_engine_ends_what_runs_and_nothing_else(monkeypatch: py
     from minigpt.decoding.batch import Batch
 
     lm = LanguageModel(from_hf(hf_model()))
-    engine = Engine(lm, 2, 9)
+    engine = Engine(lambda: lm, 2, 9)
     params = SamplingParams(max_new_tokens=5, stop_ids=())
 
     def run(scored: int | None = None) -> list[Any]:
@@ -598,7 +598,6 @@ def test_a_failure_of_the_engine_ends_what_runs_and_nothing_else(monkeypatch: py
     def broken(*_: object, **__: object) -> Any:
         raise RuntimeError("no memory")
 
-    engine.start()
     for target, name, scored, before in [(Batch, "step", None, 1), (lm, "score", 1, 0)]:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, broken)
