@@ -35,8 +35,7 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
     except (TypeError, ValueError, OverflowError):  # a list, an array of several numbers, 10**400
         number = math.nan
     if not math.isfinite(number) or not low <= number <= high:
-        ends = [f"at least {low:g}"] * (low > -math.inf) + [f"at most {high:g}"] * (high < math.inf)
-        bound = f" from {low:g} to {high:g}" if len(ends) == 2 else f" of {ends[0]}" if ends else ""
+        bound = f" from {low:g} to {high:g}" if high < math.inf else f" of at least {low:g}" if low > -math.inf else ""
         raise ValueError(f"{name} must be a finite number{bound}, not {short_repr(value)}")
     return number
 

@@ -80,7 +80,7 @@ def did_you_mean(name: str) -> str:
 
 
 def _above_zero(name: str, value: Any, high: float = math.inf) -> float:
-    if number(name, value, high=high) <= 0:
+    if number(name, value, 0, high) <= 0:
         raise ValueError(f"{name} must be above 0, not {short_repr(value)}")
     return float(value)
 

@@ -73,16 +73,14 @@ class Search:
         scores, candidates = self.candidates()
         if not candidates:
             return self.finish(late)
-        last = late or self.n_new == self.most
-        ends = torch.tensor([last or self.ends(beam, id) for beam, id in candidates], device="cpu")
+        ends = torch.tensor([late or self.n_new == self.most or self.ends(*one) for one in candidates], device="cpu")
 
         self.scores, run_on = (scores + ends.float() * _NEVER).topk(N)
         done = ends & (torch.arange(len(ends), device="cpu") < N)
         self.best, kept = torch.cat([self.best, scores / size + (~done).float() * _NEVER]).topk(N)
         self.complete = torch.cat([self.complete, done])[kept]
-        real = done & (scores > _NEVER / 2)  # anything else fills a place, and has no tokens
-        new = [self.grown(*candidates[i]) if real[i] else [] for i in range(len(ends))]
-        self.found = [(self.found + new)[i] for i in kept.tolist()]
+        new = [self.grown(*one) if done[i] and scores[i] > _NEVER / 2 else [] for i, one in enumerate(candidates)]
+        self.found = [(self.found + new)[i] for i in kept.tolist()]  # [] for what only fills a place
 
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             size = self.most**self.params.length_penalty

@@ -364,7 +364,7 @@ def test_what_does_not_go_together_is_said(pair: Pair) -> None:
         ({"early_stopping": 1}, "early_stopping must be True or False or 'never', not 1"),
         ({"early_stopping": "always"}, "early_stopping must be True or False or 'never', not 'always'"),
         ({"typical_p": 0}, "typical_p must be above 0, not 0"),
-        ({"typical_p": 1.5}, "typical_p must be a finite number of at most 1, not 1.5"),
+        ({"typical_p": 1.5}, "typical_p must be a finite number from 0 to 1, not 1.5"),
         ({"epsilon_cutoff": 1.5}, "epsilon_cutoff must be a finite number from 0 to 1, not 1.5"),
         ({"eta_cutoff": -0.1}, "eta_cutoff must be a finite number from 0 to 1, not -0.1"),
         ({"bad_words": [""]}, "bad_words must be a non-empty string"),
