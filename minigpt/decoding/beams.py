@@ -1,15 +1,14 @@
 """Beam search: the most probable continuations of a prompt, where greedy decoding takes the best next token alone.
 
-Formulas and order are those of Hugging Face transformers 5 (GenerationMixin._beam_search): the tests compare ids and
-scores. N = num_beams sequences run on. A step adds the log-probabilities of all tokens to their scores, and takes the
-best K of these N * V candidates, or above temperature 0 draws K without replacement:
+Formulas and order are those of Hugging Face transformers 5 (GenerationMixin._beam_search). N = num_beams sequences run
+on. A step adds all tokens' log-probabilities to their scores, and takes the best K candidates (or draws them):
 
     K = N * max(2, 1 + number of end ids), so that N of them do not end
     those of the best N that end are complete, with the score  sum of log-probabilities / tokens ** length_penalty
     the best N of the K that do not end run on
 
-A candidate ends with an end id, with a stop string (transformers finds one that began in the prompt, too), or because
-max_new_tokens, the context or max_seconds allow no more. The best N complete ones are kept.
+A candidate ends with an end id, a stop string (in transformers also one that began in the prompt), or where
+max_new_tokens, the context or max_seconds do. The best N complete ones are kept.
 """
 
 from __future__ import annotations
@@ -62,14 +61,14 @@ class Search:
         self.running = list(self.beams)  # by score [N]: of beams that are all the same at first, one counts
         self.scores = torch.tensor([0.0, *[_NEVER] * (N - 1)], dtype=torch.float32, device="cpu")
         self.best = torch.full((N,), _NEVER, dtype=torch.float32, device="cpu")  # of what is complete, by score [N]
-        self.found, self.complete = [list[Drawn]()] * N, self.best > 0
+        self.found, self.complete, self.barred = [list[Drawn]()] * N, self.best > 0, limits.undecodable_ids
         self.generator: torch.Generator | None = None
 
     @torch.inference_mode()
     def advance(self) -> None:
         """Add a token to every beam, from the logits that each has got."""
         self.n_new, late = self.n_new + 1, self.beams[0].late
-        N, size = len(self.beams), self.n_new**self.params.length_penalty
+        N, penalty = len(self.beams), self.params.length_penalty
         scores, candidates = self.candidates()
         if not candidates:
             return self.finish(late)
@@ -77,14 +76,13 @@ class Search:
 
         self.scores, run_on = (scores + ends.float() * _NEVER).topk(N)
         done = ends & (torch.arange(len(ends), device="cpu") < N)
-        self.best, kept = torch.cat([self.best, scores / size + (~done).float() * _NEVER]).topk(N)
+        self.best, kept = torch.cat([self.best, scores / self.n_new**penalty + (~done).float() * _NEVER]).topk(N)
         self.complete = torch.cat([self.complete, done])[kept]
         new = [self.grown(*one) if done[i] and scores[i] > _NEVER / 2 else [] for i, one in enumerate(candidates)]
         self.found = [(self.found + new)[i] for i in kept.tolist()]  # [] for what only fills a place
 
-        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
-            size = self.most**self.params.length_penalty
-        hope = (self.scores[0] / size > torch.where(self.complete, self.best.min(), _NEVER)).any()
+        long = self.most if self.params.early_stopping == "never" and penalty > 0 else self.n_new
+        hope = (self.scores[0] / long**penalty > torch.where(self.complete, self.best.min(), _NEVER)).any()
         if ends.all() or not hope or (self.params.early_stopping is True and self.complete.all()):
             self.finish(late)
         else:
@@ -108,9 +106,8 @@ class Search:
 
     def processed(self, beam: Beam, row: Tensor) -> Tensor:
         """The log-probabilities [V] after a beam, changed by the processors, which see no logits here."""
-        barred = beam.limits.undecodable_ids
         try:
-            return process(row, beam.history, self.n_new - 1, self.params, beam.end_ids, barred, self.keep)
+            return process(row, beam.history, self.n_new - 1, self.params, beam.end_ids, self.barred, self.keep)
         except NoTokenError:  # other beams may go on
             return torch.full_like(row, -math.inf)
 
