@@ -23,7 +23,7 @@ from torch import Tensor
 
 TEXTS = ["The meaning of life is", "def fibonacci(n):\n    if n < 2:\n", "Ünïcödé: 東京 🙂, don't   stop"]
 SHAPE = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_k": 20, "seed": 0}]
+OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "top_k": 4, "seed": 0}]
 ABOUT = ["Numbers of transformers, in the format that data/record.txt of minigpt documents."]
 ABOUT += [
     "tolerances: those of minigpt in float32 (tests/README.md), as fractions of lengths and of the logits' spread."

@@ -15,7 +15,7 @@ from minigpt.decoding.params import SamplingParams
 from minigpt.language_model import LanguageModel
 from minigpt.network.model import Record
 from minigpt.parity.check import parting
-from minigpt.parity.reference import NEW_TOKENS, SETTINGS, SHORT, largest, outputs, race
+from minigpt.parity.reference import NEW_TOKENS, SETTINGS, SHORT, hidden_states, largest, outputs, race
 
 Figures = dict[str, Any]
 BEST = 5
@@ -68,7 +68,7 @@ def _rows(name: str, rows: Tensor) -> Figures:
 
 def logit_figures(lm: LanguageModel, ids: list[int], places: Sequence[int]) -> Iterator[Figures]:
     """Those of the logits at these positions."""
-    hidden = lm.model.hidden(torch.tensor([ids], device=lm.device))[0]
+    hidden = hidden_states(lm, ids)
     for at in places:
         logits = lm.model.head(hidden[at]).double().cpu()
         mean, best = logits.mean(), logits.topk(min(BEST, len(logits)))
@@ -103,9 +103,9 @@ def random_numbers(lm: LanguageModel, seed: int) -> list[float]:
     return [float(f"{x:.4g}") for x in q[:4].tolist()]
 
 
-def apart_in_module(ours: Figures, theirs: Figures) -> float:
-    """By how much the rows differ, of their length."""
-    return largest([_rms(ours, theirs), abs(math.log(ours["length"] / theirs["length"]))])
+def apart_in_module(ours: Figures | None, theirs: Figures) -> float:
+    """By how much the rows differ, of their length. ours: None where this module does not run."""
+    return largest([_rms(ours, theirs), abs(math.log(ours["length"] / theirs["length"]))]) if ours else math.inf
 
 
 def apart_in_logits(ours: Figures, theirs: Figures) -> tuple[float, str]:

@@ -113,7 +113,7 @@ def _compare_prompt(
     ids, name, cause = prompt["ids"], prompt["text"] or f"{len(prompt['ids'])} ids", ""
     if modules := [line for line in lines if "layer" in line]:
         ours = {line["layer"]: line for line in layer_figures(lm, ids)}
-        apart = {line["layer"]: apart_in_module(ours[line["layer"]], line) for line in modules}
+        apart = {line["layer"]: apart_in_module(ours.get(line["layer"]), line) for line in modules}
         layers = check_layers(lm, "recorded", name, apart, tolerance(lm, "layers", least["layers"]))
         cause = "" if layers.passed else f"; a layer {layers.detail}"
         yield layers
